@@ -1,0 +1,44 @@
+"""Llama 3 on Apple's MLX: the model, its tokenizer, generation and a look inside.
+
+model, tokenizer = mlx_llama3.load("demo")
+ids = tokenizer.encode_chat([{"role": "user", "content": "What is the capital of France?"}])
+for step in mlx_llama3.generate(model, tokenizer, ids, max_tokens=48):
+    print(step.text, end="")
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from mlx_llama3.blas import use_openblas
+
+if TYPE_CHECKING:
+    from mlx_llama3.api import load
+    from mlx_llama3.conversation import Conversation
+    from mlx_llama3.errors import UserError
+    from mlx_llama3.generation import Step, generate
+    from mlx_llama3.loading import load_model
+    from mlx_llama3.sampling import Sampling
+    from mlx_llama3.tokenizer import load_tokenizer
+
+__version__ = "0.1.0"
+__all__ = ["Conversation", "Sampling", "Step", "UserError", "generate", "load", "load_model", "load_tokenizer"]
+
+use_openblas()  # before anything imports mlx.core
+
+# Names are looked up on first use, so that `mlx-llama3 --help` and the error classes cost no import of MLX.
+_HOMES = {
+    "Conversation": "conversation",
+    "Sampling": "sampling",
+    "Step": "generation",
+    "UserError": "errors",
+    "generate": "generation",
+    "load": "api",
+    "load_model": "loading",
+    "load_tokenizer": "tokenizer",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'mlx_llama3' has no attribute {name!r}")
+    return getattr(import_module(f"mlx_llama3.{_HOMES[name]}"), name)

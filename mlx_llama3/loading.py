@@ -1,0 +1,132 @@
+"""From a model folder to a `Transformer` that is ready to run."""
+
+import logging
+from functools import partial
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_llama3.checkpoint import Checkpoint, CheckpointError, Quantization
+from mlx_llama3.linear import PackedLinear
+from mlx_llama3.memory import available_memory, check_memory
+from mlx_llama3.model import Transformer
+from mlx_llama3.names import official_to_hf
+from mlx_llama3.shapes import expected_shapes
+
+log = logging.getLogger(__name__)
+
+
+def load_model(folder: str | Path, *, dtype: mx.Dtype | None = None) -> Transformer:
+    """Load the weights of a model folder: checked, packed and evaluated.
+
+    Args:
+        folder: holds `config.json` and `model*.safetensors` with Hugging Face names.
+        dtype: of activations and dense weights. None takes the stored one on the GPU, and float32 on the CPU, whose
+            16-bit arithmetic is slow. On the CPU quantized weights are expanded to `dtype` where memory allows: a dense
+            product is ten times as fast there.
+
+    Raises:
+        UserError: the folder is no model folder, a tensor does not fit or holds NaN, or memory does not suffice.
+    """
+    checkpoint = Checkpoint(folder)
+    on_cpu = mx.default_device() == mx.cpu
+    dtype = dtype or (mx.float32 if on_cpu else checkpoint.dtype)
+    expand = on_cpu and _fits_expanded(checkpoint, dtype)
+    if not expand:
+        check_memory(checkpoint.nbytes, str(folder), "choose a smaller model, or one with fewer bits a weight")
+    _check_finite(checkpoint)
+    model = _Assembly(checkpoint, dtype, expand).model()
+    mx.eval(model.parameters())
+    return model
+
+
+def _fits_expanded(checkpoint: Checkpoint, dtype: mx.Dtype) -> bool:
+    shapes = expected_shapes(checkpoint.args).values()
+    dense = dtype.size * sum(shape[0] * (shape[1] if len(shape) > 1 else 1) for shape in shapes)
+    if dense <= 0.9 * available_memory():
+        return True
+    log.warning(
+        "%s: %.1f GB do not fit unpacked; weights stay as stored, slow on a CPU", checkpoint.folder, dense / 1e9
+    )
+    return False
+
+
+def _check_finite(checkpoint: Checkpoint) -> None:
+    """Raise CheckpointError naming the first tensor with NaN or infinity; a sum finds them in one read."""
+    floats = {name: w for name, w in checkpoint.weights.items() if mx.issubdtype(w.dtype, mx.floating)}
+    # float16 sums overflow, and on the CPU 16-bit reductions are slow.
+    sums = [mx.sum(w.astype(mx.float32)) for w in floats.values()]
+    finite = mx.isfinite(mx.stack(sums)).tolist()
+    for name, ok in zip(floats, finite, strict=True):
+        if not ok:
+            raise CheckpointError(
+                f"{checkpoint.folder}: tensor {name} holds NaN or infinity; download or convert the model again"
+            )
+
+
+class _Assembly:
+    """Puts the tensors of a checkpoint into the modules of a `Transformer`, under Meta's names."""
+
+    def __init__(self, checkpoint: Checkpoint, dtype: mx.Dtype, expand: bool) -> None:
+        self._checkpoint, self._weights = checkpoint, checkpoint.weights
+        self._dtype, self._expand = dtype, expand
+
+    def model(self) -> Transformer:
+        model = Transformer(self._checkpoint.args)
+        model.tok_embeddings = self._matrix("tok_embeddings", embedding=True)
+        model.norm.weight = self._vector("norm")
+        if not model.args.tie_word_embeddings:
+            model.output = self._matrix("output")
+        for i, block in enumerate(model.layers):
+            attention, feed_forward = f"layers.{i}.attention", f"layers.{i}.feed_forward"
+            block.attention_norm.weight = self._vector(f"layers.{i}.attention_norm")
+            block.attention.wqkv = PackedLinear([self._matrix(f"{attention}.{w}") for w in ("wq", "wk", "wv")])
+            block.attention.wo = self._matrix(f"{attention}.wo")
+            block.ffn_norm.weight = self._vector(f"layers.{i}.ffn_norm")
+            block.feed_forward.w13 = PackedLinear([self._matrix(f"{feed_forward}.{w}") for w in ("w1", "w3")])
+            block.feed_forward.w2 = self._matrix(f"{feed_forward}.w2")
+        return model
+
+    def _take(self, key: str) -> mx.array:
+        """A tensor in the activation dtype: other scales would make products silently float32, which costs speed."""
+        tensor = self._weights.pop(key)  # popped, so that a packed matrix does not live twice
+        return tensor.astype(self._dtype) if mx.issubdtype(tensor.dtype, mx.floating) else tensor
+
+    def _vector(self, official: str) -> mx.array:
+        return self._take(official_to_hf(f"{official}.weight"))
+
+    def _matrix(self, official: str, *, embedding: bool = False) -> nn.Module:
+        """The module of one matrix, dense or quantized; `(rows, columns)` as the file's shape says."""
+        name = official_to_hf(f"{official}.weight")
+        hf = name.removesuffix(".weight")
+        how = self._checkpoint.quantization(hf)
+        weight = self._take(name)
+        if how is None:
+            return _dense(weight, embedding)
+        scales = self._take(f"{hf}.scales")
+        biases = self._take(f"{hf}.biases") if how.mode == "affine" else None
+        if self._expand:
+            settings = {"group_size": how.group_size, "bits": how.bits, "mode": how.mode}
+            return _dense(mx.dequantize(weight, scales, biases, **settings).astype(self._dtype), embedding)
+        return _quantized(weight, scales, biases, how, embedding)
+
+
+# MLX's layers make random weights of the size they are asked for; a size of one group costs nothing, and the real
+# tensors take their place.
+
+
+def _dense(weight: mx.array, embedding: bool) -> nn.Module:
+    module = nn.Embedding(1, 1) if embedding else nn.Linear(1, 1, bias=False)
+    module.weight = weight
+    return module
+
+
+def _quantized(
+    weight: mx.array, scales: mx.array, biases: mx.array | None, how: Quantization, embedding: bool
+) -> nn.Module:
+    make = nn.QuantizedEmbedding if embedding else partial(nn.QuantizedLinear, bias=False)
+    dims = (1, how.group_size) if embedding else (how.group_size, 1)
+    module = make(*dims, group_size=how.group_size, bits=how.bits, mode=how.mode)
+    module.weight, module.scales, module.biases = weight, scales, biases
+    return module

@@ -1,0 +1,133 @@
+"""The Llama 3 Transformer (Meta `models/llama3/model.py`), on MLX.
+
+B batch, S new positions, T positions so far (cache and new), with Meta's names for modules.
+"""
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_llama3.cache import KVCache, check_start
+from mlx_llama3.config import ModelArgs
+from mlx_llama3.linear import PackedLinear
+from mlx_llama3.rope import Freqs, Rope, rotate
+
+
+class RMSNorm(nn.Module):
+    """`x / rms(x) * weight` over the last axis (arXiv 1910.07467); statistics in float32, dtype of x kept."""
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.weight = mx.ones((dim,))
+        self.eps = eps
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return mx.fast.rms_norm(x, self.weight, self.eps)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention (arXiv 2305.13245): `n_kv_heads` keys and values serve `n_heads` queries."""
+
+    def __init__(self, args: ModelArgs) -> None:
+        super().__init__()
+        self.n_heads, self.n_kv_heads, self.head_dim = args.n_heads, args.n_kv_heads, args.head_dim
+        self.scale = args.head_dim**-0.5
+        q_rows, kv_rows = args.n_heads * args.head_dim, args.n_kv_heads * args.head_dim
+        self.wqkv = PackedLinear([nn.Linear(args.dim, rows, bias=False) for rows in (q_rows, kv_rows, kv_rows)])
+        self.wo = nn.Linear(q_rows, args.dim, bias=False)
+
+    def __call__(
+        self, x: mx.array, start_pos: int, freqs: Freqs, mask: str | None, cache: KVCache | None = None
+    ) -> mx.array:
+        B, S, _ = x.shape
+        q, k, v = self.wqkv(x)  # (B, S, heads * head_dim)
+        q = q.reshape(B, S, self.n_heads, self.head_dim).transpose(0, 2, 1, 3)  # (B, n_heads, S, head_dim)
+        k = k.reshape(B, S, self.n_kv_heads, self.head_dim).transpose(0, 2, 1, 3)
+        v = v.reshape(B, S, self.n_kv_heads, self.head_dim).transpose(0, 2, 1, 3)
+        q, k = rotate(q, start_pos, freqs), rotate(k, start_pos, freqs)
+        if cache is not None:
+            k, v = cache.update_and_fetch(k, v)  # (B, n_kv_heads, T, head_dim)
+        out = mx.fast.scaled_dot_product_attention(q, k, v, scale=self.scale, mask=mask)
+        return self.wo(out.transpose(0, 2, 1, 3).reshape(B, S, -1))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (arXiv 2002.05202): `w2(silu(w1 x) * w3 x)`."""
+
+    def __init__(self, args: ModelArgs) -> None:
+        super().__init__()
+        self.w13 = PackedLinear([nn.Linear(args.dim, args.hidden_dim, bias=False) for _ in range(2)])
+        self.w2 = nn.Linear(args.hidden_dim, args.dim, bias=False)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        gate, up = self.w13(x)  # (B, S, hidden_dim)
+        return self.w2(gate * mx.sigmoid(gate) * up)
+
+
+class TransformerBlock(nn.Module):
+    """Pre-norm residual block: each branch reads a normed copy of the stream and adds its update to it."""
+
+    def __init__(self, args: ModelArgs) -> None:
+        super().__init__()
+        self.attention = Attention(args)
+        self.feed_forward = FeedForward(args)
+        self.attention_norm = RMSNorm(args.dim, args.norm_eps)
+        self.ffn_norm = RMSNorm(args.dim, args.norm_eps)
+
+    def __call__(
+        self, x: mx.array, start_pos: int, freqs: Freqs, mask: str | None, cache: KVCache | None = None
+    ) -> mx.array:
+        """`(B, S, dim)` -> `(B, S, dim)`."""
+        h = x + self.attention(self.attention_norm(x), start_pos, freqs, mask, cache)
+        return h + self.feed_forward(self.ffn_norm(h))
+
+
+class Transformer(nn.Module):
+    """A whole model: embedding, `n_layers` blocks, final norm, head (the embedding again when tied)."""
+
+    def __init__(self, args: ModelArgs) -> None:
+        super().__init__()
+        self.args = args
+        self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
+        self.layers = [TransformerBlock(args) for _ in range(args.n_layers)]
+        self.norm = RMSNorm(args.dim, args.norm_eps)
+        if not args.tie_word_embeddings:
+            self.output = nn.Linear(args.dim, args.vocab_size, bias=False)
+        self.rope = Rope(args)
+
+    def __call__(self, tokens: mx.array, start_pos: int = 0, cache: list[KVCache] | None = None) -> mx.array:
+        """Logits of the next token after each position.
+
+        Args:
+            tokens: ids `(B, S)`, any integer dtype.
+            start_pos: position of the first of them; must be where `cache` ends, 0 without one.
+            cache: from `make_cache`, extended by the S positions; None for a pass that remembers nothing.
+
+        Returns:
+            `(B, S, vocab_size)` in the model's dtype.
+
+        Raises:
+            ValueError: `tokens` is not `(B, S)`, or `start_pos` disagrees with the cache.
+        """
+        return self.head(self.residual(tokens, start_pos, cache))
+
+    def residual(self, tokens: mx.array, start_pos: int = 0, cache: list[KVCache] | None = None) -> mx.array:
+        """The residual stream after the last block, `(B, S, dim)`; arguments as in `__call__`."""
+        if tokens.ndim != 2:
+            raise ValueError(f"tokens have shape {tokens.shape}, expected (batch, positions)")
+        check_start(cache, start_pos, len(self.layers))
+        length = tokens.shape[1]
+        freqs = self.rope.frequencies(start_pos, length)
+        mask = "causal" if length > 1 else None
+        x = self.tok_embeddings(tokens)
+        for layer, entry in zip(self.layers, cache or [None] * len(self.layers), strict=True):
+            x = layer(x, start_pos, freqs, mask, entry)
+        return x
+
+    def head(self, x: mx.array) -> mx.array:
+        """Final norm and head: `(..., dim)` of the residual stream -> logits `(..., vocab_size)`."""
+        x = self.norm(x)
+        return self.tok_embeddings.as_linear(x) if self.args.tie_word_embeddings else self.output(x)
+
+    def make_cache(self) -> list[KVCache]:
+        """An empty cache, one entry a layer."""
+        return [KVCache() for _ in self.layers]

@@ -1,0 +1,188 @@
+"""Model folders: what loads, what it becomes, and what is refused by name."""
+
+import json
+
+import pytest
+from tiny_models import ARGS, quantized, random_weights, tiny_args, write_folder
+
+from mlx_llama3 import loading, memory
+from mlx_llama3.checkpoint import Checkpoint
+from mlx_llama3.config import to_hf
+from mlx_llama3.errors import UserError
+from mlx_llama3.loading import load_model
+
+import mlx.core as mx  # isort: skip
+
+TOKENS = mx.array([[1, 2, 3, 4, 5]])
+
+
+def test_dense_16_bit_becomes_float32_on_the_cpu(tmp_path):
+    weights = {name: w.astype(mx.bfloat16) for name, w in random_weights(ARGS).items()}
+    model = load_model(write_folder(tmp_path, ARGS, weights))
+    expected = load_model(
+        write_folder(tmp_path / "f32", ARGS, {name: w.astype(mx.float32) for name, w in weights.items()})
+    )
+    assert model(TOKENS).dtype == mx.float32
+    assert mx.array_equal(model(TOKENS), expected(TOKENS)).item()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"bits": 4, "group_size": 32}, {"bits": 8, "group_size": 64}, {"bits": 4, "group_size": 32, "mode": "mxfp4"}],
+)
+def test_quantized_equals_its_dequantized_weights(tmp_path, settings, monkeypatch):
+    args = tiny_args(dim=128, hidden_dim=128)
+    packed = quantized(random_weights(args), **settings)
+    folder = write_folder(tmp_path / "q", args, packed, quantization=settings)
+    dense = {}
+    for name, weight in packed.items():
+        module = name.removesuffix(".weight")
+        if f"{module}.scales" in packed:
+            dense[name] = mx.dequantize(weight, packed[f"{module}.scales"], packed.get(f"{module}.biases"), **settings)
+        elif name.endswith(".weight"):
+            dense[name] = weight
+    expected = load_model(write_folder(tmp_path / "d", args, dense))(TOKENS)
+    assert mx.abs(load_model(folder)(TOKENS) - expected).max().item() < 1e-5
+    # The same where the unpacked weights do not fit: products with packed weights, as on a GPU.
+    monkeypatch.setattr(loading, "_fits_expanded", lambda *_: False)
+    kept = load_model(folder)
+    assert kept.layers[0].attention.wqkv.parts[0].weight.dtype == mx.uint32
+    assert mx.abs(kept(TOKENS) - expected).max().item() < 1e-4
+
+
+def test_mixed_recipe_from_overrides(tmp_path, monkeypatch):
+    """`wv` and the first `w2` with 8 bits, one matrix dense, as mlx-lm's recipes write it."""
+    args = tiny_args(dim=128, hidden_dim=128)
+    weights = random_weights(args)
+    packed = quantized(weights)
+    more = [f"model.layers.{i}.self_attn.v_proj" for i in range(3)] + ["model.layers.0.mlp.down_proj"]
+    for module in more:
+        packed |= quantized({f"{module}.weight": weights[f"{module}.weight"]}, bits=8)
+    dense = "model.layers.1.self_attn.o_proj"
+    del packed[f"{dense}.scales"], packed[f"{dense}.biases"]
+    packed[f"{dense}.weight"] = weights[f"{dense}.weight"]
+    settings = {"bits": 4, "group_size": 32, dense: False} | {m: {"bits": 8, "group_size": 32} for m in more}
+    folder = write_folder(tmp_path, args, packed, quantization=settings, quantization_config=settings)
+    expected = load_model(folder)(TOKENS)
+    monkeypatch.setattr(loading, "_fits_expanded", lambda *_: False)
+    kept = load_model(folder)
+    assert [part.bits for part in kept.layers[0].attention.wqkv.parts] == [4, 8]
+    assert mx.abs(kept(TOKENS) - expected).max().item() < 1e-4
+
+
+def test_scales_take_the_activation_dtype(tmp_path, monkeypatch):
+    """float32 scales, or float16 scales with bfloat16 activations, would make every product float32 in silence."""
+    monkeypatch.setattr(loading, "_fits_expanded", lambda *_: False)
+    settings = {"bits": 4, "group_size": 32}
+    folder = write_folder(tmp_path, ARGS, quantized(random_weights(ARGS)), quantization=settings)
+    for dtype in (mx.float16, mx.bfloat16, mx.float32):
+        model = load_model(folder, dtype=dtype)
+        assert model.layers[0].attention.wqkv.parts[0].scales.dtype == dtype
+        assert model(TOKENS).dtype == dtype
+
+
+def test_sharded_with_index_and_a_second_set_beside(tmp_path):
+    weights = random_weights(ARGS)
+    expected = load_model(write_folder(tmp_path / "whole", ARGS, weights))(TOKENS)
+    folder = write_folder(tmp_path / "parts", ARGS, weights)
+    (folder / "model.safetensors").unlink()
+    names = sorted(weights)
+    shards = {"model-00001-of-00002.safetensors": names[:11], "model-00002-of-00002.safetensors": names[11:]}
+    for file, part in shards.items():
+        mx.save_safetensors(str(folder / file), {name: weights[name] for name in part})
+    mx.save_safetensors(str(folder / "consolidated.safetensors"), {"norm.weight": weights["model.norm.weight"]})
+    assert mx.array_equal(load_model(folder)(TOKENS), expected).item()  # found without an index too
+    index = {"weight_map": {name: file for file, part in shards.items() for name in part}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert mx.array_equal(load_model(folder)(TOKENS), expected).item()
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(UserError, match="model-00002-of-00002.safetensors: missing"):
+        load_model(folder)
+
+
+def test_rotary_buffers_and_a_stored_tied_head_are_dropped(tmp_path):
+    args = tiny_args(tie_word_embeddings=True)
+    weights = random_weights(args)
+    expected = load_model(write_folder(tmp_path / "a", args, weights))(TOKENS)
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = mx.ones(8)
+    assert mx.array_equal(load_model(write_folder(tmp_path / "b", args, weights))(TOKENS), expected).item()
+
+
+def change(name: str, value: mx.array | None) -> dict[str, mx.array]:
+    weights = random_weights(ARGS)
+    if value is None:
+        del weights[name]
+    else:
+        weights[name] = value
+    return weights
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("model.norm.weight", None, "model.norm.weight is missing"),
+        ("model.norm.weight", mx.ones(63), r"model.norm.weight has shape \(63,\), config.json means \(64,\)"),
+        ("model.layers.1.mlp.up_proj.bias", mx.ones(96), "up_proj.bias is not part of a Llama 3 model"),
+        ("model.layers.2.mlp.up_proj.weight", mx.full((96, 64), mx.nan), "layers.2.mlp.up_proj.weight holds NaN"),
+        ("model.layers.0.input_layernorm.weight", mx.full((64,), mx.inf), "layers.0.input_layernorm.weight holds NaN"),
+    ],
+)
+def test_tensors_that_do_not_fit(tmp_path, name, value, said):
+    with pytest.raises(UserError, match=said):
+        load_model(write_folder(tmp_path, ARGS, change(name, value)))
+
+
+def test_scales_without_settings(tmp_path):
+    folder = write_folder(tmp_path, ARGS, quantized(random_weights(ARGS)))
+    with pytest.raises(UserError, match="bits and group_size"):
+        load_model(folder)
+
+
+def test_folders_that_are_none(tmp_path):
+    with pytest.raises(UserError, match="no such folder"):
+        load_model(tmp_path / "absent")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="no config.json"):
+        load_model(tmp_path / "empty")
+    (tmp_path / "meta").mkdir()
+    (tmp_path / "meta" / "params.json").write_text("{}")
+    with pytest.raises(UserError, match="mlx-llama3 convert"):
+        load_model(tmp_path / "meta")
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(UserError, match="mlx-llama3 convert"):
+        load_model(tmp_path / "model.gguf")
+    (tmp_path / "weightless").mkdir()
+    (tmp_path / "weightless" / "config.json").write_text(json.dumps(to_hf(ARGS)))
+    with pytest.raises(UserError, match="no model"):
+        load_model(tmp_path / "weightless")
+    gptq = write_folder(tmp_path / "gptq", ARGS, quantization_config={"quant_method": "gptq", "bits": 4})
+    with pytest.raises(UserError, match="gptq"):
+        load_model(gptq)
+
+
+def test_truncated_file_is_named(tmp_path):
+    folder = write_folder(tmp_path, ARGS)
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(UserError, match="model.safetensors"):
+        load_model(folder)
+
+
+def test_larger_than_memory(tmp_path, monkeypatch):
+    folder = write_folder(tmp_path, ARGS)
+    for module in (loading, memory):
+        monkeypatch.setattr(module, "available_memory", lambda: 100_000)
+    with pytest.raises(UserError, match="needs 0.0 GB of memory, 0.0 GB are available; choose a smaller"):
+        load_model(folder)
+
+
+def test_available_memory_is_a_plausible_number_of_bytes():
+    assert 10**8 < memory.available_memory() < 10**14
+
+
+def test_checkpoint_reads_headers_only(tmp_path):
+    checkpoint = Checkpoint(write_folder(tmp_path, ARGS))
+    assert checkpoint.args == ARGS
+    assert checkpoint.dtype == mx.float32
+    assert checkpoint.nbytes == sum(w.nbytes for w in random_weights(ARGS).values())
