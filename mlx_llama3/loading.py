@@ -2,10 +2,12 @@
 
 import logging
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_map
 
 from mlx_llama3.checkpoint import Checkpoint, CheckpointError, Quantization
 from mlx_llama3.linear import PackedLinear
@@ -36,7 +38,9 @@ def load_model(folder: str | Path, *, dtype: mx.Dtype | None = None) -> Transfor
     if not expand:
         check_memory(checkpoint.nbytes, str(folder), "choose a smaller model, or one with fewer bits a weight")
     _check_finite(checkpoint)
-    model = _Assembly(checkpoint, dtype, expand).model()
+    model = _Assembly(checkpoint, dtype).model()
+    if expand:
+        _expand(model, dtype)
     mx.eval(model.parameters())
     return model
 
@@ -68,9 +72,9 @@ def _check_finite(checkpoint: Checkpoint) -> None:
 class _Assembly:
     """Puts the tensors of a checkpoint into the modules of a `Transformer`, under Meta's names."""
 
-    def __init__(self, checkpoint: Checkpoint, dtype: mx.Dtype, expand: bool) -> None:
+    def __init__(self, checkpoint: Checkpoint, dtype: mx.Dtype) -> None:
         self._checkpoint, self._weights = checkpoint, checkpoint.weights
-        self._dtype, self._expand = dtype, expand
+        self._dtype = dtype
 
     def model(self) -> Transformer:
         model = Transformer(self._checkpoint.args)
@@ -106,10 +110,23 @@ class _Assembly:
             return _dense(weight, embedding)
         scales = self._take(f"{hf}.scales")
         biases = self._take(f"{hf}.biases") if how.mode == "affine" else None
-        if self._expand:
-            settings = {"group_size": how.group_size, "bits": how.bits, "mode": how.mode}
-            return _dense(mx.dequantize(weight, scales, biases, **settings).astype(self._dtype), embedding)
         return _quantized(weight, scales, biases, how, embedding)
+
+
+def _expand(model: Transformer, dtype: mx.Dtype) -> None:
+    """Put dense layers in the place of all quantized ones; after packing, so that large matrices are written once."""
+    # One stream is one thread of MLX's CPU backend; two unpack the demo model in 0.2 s instead of 0.35 s.
+    streams = cycle([mx.new_stream(mx.cpu), mx.new_stream(mx.cpu)])
+
+    def dense(module: nn.Module) -> nn.Module:
+        if not isinstance(module, nn.QuantizedLinear | nn.QuantizedEmbedding):
+            return module
+        settings = {"group_size": module.group_size, "bits": module.bits, "mode": module.mode}
+        parts = (module.weight, module.scales, module.biases)
+        weight = mx.dequantize(*parts, **settings, dtype=dtype, stream=next(streams))
+        return _dense(weight, isinstance(module, nn.QuantizedEmbedding))
+
+    model.update_modules(tree_map(dense, model.leaf_modules(), is_leaf=nn.Module.is_module))
 
 
 # MLX's layers make random weights of the size they are asked for; a size of one group costs nothing, and the real
@@ -126,7 +143,8 @@ def _quantized(
     weight: mx.array, scales: mx.array, biases: mx.array | None, how: Quantization, embedding: bool
 ) -> nn.Module:
     make = nn.QuantizedEmbedding if embedding else partial(nn.QuantizedLinear, bias=False)
-    dims = (1, how.group_size) if embedding else (how.group_size, 1)
+    width = max(how.group_size, 32)  # nvfp4 has groups of 16, but packs at least 32 columns
+    dims = (1, width) if embedding else (width, 1)
     module = make(*dims, group_size=how.group_size, bits=how.bits, mode=how.mode)
     module.weight, module.scales, module.biases = weight, scales, biases
     return module

@@ -7,7 +7,6 @@ converter permutes the rows of wq and wk once, so that both rotate the same numb
 import math
 
 import mlx.core as mx
-import numpy as np
 
 from mlx_llama3.config import ModelArgs, RopeScaling
 
@@ -15,31 +14,31 @@ from mlx_llama3.config import ModelArgs, RopeScaling
 Freqs = mx.array | tuple[mx.array, mx.array]
 
 
-def inverse_frequencies(args: ModelArgs) -> np.ndarray:
+def inverse_frequencies(args: ModelArgs) -> mx.array:
     """Angle per position of each pair, radians: float32 `(head_dim / 2,)`.
 
     Source: Meta `models/llama3/model.py`, `precompute_freqs_cis` and `apply_scaling`; float32 as there.
     """
-    exponents = np.arange(0, args.head_dim, 2, dtype=np.float32) / np.float32(args.head_dim)
-    inverse = (1.0 / np.float32(args.rope_theta) ** exponents).astype(np.float32)
+    exponents = mx.arange(0, args.head_dim, 2, dtype=mx.float32) / args.head_dim
+    inverse = 1.0 / args.rope_theta**exponents
     return inverse if args.rope_scaling is None else _scale(inverse, args.rope_scaling)
 
 
-def _scale(inverse: np.ndarray, scaling: RopeScaling) -> np.ndarray:
+def _scale(inverse: mx.array, scaling: RopeScaling) -> mx.array:
     wavelength = 2 * math.pi / inverse
     # 0 for wavelengths that are stretched wholly, 1 for those that are kept, linear in the frequency between.
     smooth = (scaling.original_max_position / wavelength - scaling.low_freq_factor) / (
         scaling.high_freq_factor - scaling.low_freq_factor
     )
-    smooth = np.clip(smooth, 0, 1)
-    return ((1 - smooth) * inverse / scaling.factor + smooth * inverse).astype(np.float32)
+    smooth = mx.clip(smooth, 0, 1)
+    return (1 - smooth) * inverse / scaling.factor + smooth * inverse
 
 
 class Rope:
     """The rotation of one forward pass: made once, applied to the queries and keys of every layer."""
 
     def __init__(self, args: ModelArgs) -> None:
-        self._inverse = mx.array(inverse_frequencies(args))
+        self._inverse = inverse_frequencies(args)
         # What mx.fast.rope takes: the reciprocal, positions per radian.
         self.periods = 1.0 / self._inverse
         mx.eval(self._inverse, self.periods)

@@ -16,7 +16,7 @@ def reference_logits(weights: dict[str, np.ndarray], args: ModelArgs, tokens: np
     """Full causal pass in float64, head by head, nothing packed, repeated K/V written out."""
     w = {name: np.array(value, dtype=np.float64) for name, value in weights.items()}
     length = tokens.shape[1]
-    angles = np.arange(length)[:, None] * inverse_frequencies(args).astype(np.float64)
+    angles = np.arange(length)[:, None] * np.array(inverse_frequencies(args), dtype=np.float64)
     half = args.head_dim // 2
 
     def norm(x, gain):

@@ -32,7 +32,9 @@ def reference_inverse(theta: float, head_dim: int, factor: float | None) -> np.n
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_inverse_frequencies(factor, head_dim):
     args = tiny_args(head_dim=head_dim, rope_theta=500000.0, rope_scaling=factor and RopeScaling(factor))
-    np.testing.assert_allclose(inverse_frequencies(args), reference_inverse(500000.0, head_dim, factor), rtol=1e-6)
+    np.testing.assert_allclose(
+        np.array(inverse_frequencies(args)), reference_inverse(500000.0, head_dim, factor), rtol=1e-6
+    )
 
 
 @pytest.mark.parametrize("start", [0, 1, 7, 5000])

@@ -1,0 +1,207 @@
+"""From a model's name to a local folder: a folder as it is, an alias, or a repository of the Hugging Face hub.
+
+The hub's own client does the work (cache, progress, offline mode, tokens); this file says which files are wanted and
+turns the client's errors into sentences.
+"""
+
+import errno
+import os
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+from mlx_llama3.errors import UserError
+
+DEMO = "demo"
+# Raised by one whenever the converter writes the demo model differently: the old folder is then left aside.
+DEMO_FORMAT = 1
+
+ALIASES = {
+    "llama3.2-1b": "mlx-community/Llama-3.2-1B-Instruct-4bit",
+    "llama3.2-3b": "mlx-community/Llama-3.2-3B-Instruct-4bit",
+    "llama3.1-8b": "mlx-community/Meta-Llama-3.1-8B-Instruct-4bit",
+    "llama3.3-70b": "mlx-community/Llama-3.3-70B-Instruct-4bit",
+}
+
+WANTED = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja"]
+# A model lies at the top of its repository; folders hold other forms of it (`original/`, `onnx/`), and Meta's
+# consolidated file would be a second copy of the shards.
+UNWANTED = ["*/*", "consolidated*"]
+
+# Weights that the converter reads, in the order in which they are offered.
+FOREIGN = [
+    (r"^original/", "Meta's own files"),
+    (r"^consolidated.*\.(pth|safetensors)$", "Meta's own files"),
+    (r"\.gguf$", "GGUF files"),
+    (r"^pytorch_model.*\.bin$", "PyTorch files"),
+]
+
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", re.ASCII)
+MODEL_FILE = re.compile(r"\.(gguf|safetensors|pth|bin)$")
+
+
+def cache_dir() -> Path:
+    """Return this project's cache folder (it need not exist): `MLX_LLAMA3_CACHE`, or the platform's usual place."""
+    if chosen := os.environ.get("MLX_LLAMA3_CACHE"):
+        return Path(chosen).expanduser().absolute()
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "mlx-llama3"
+    xdg = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    # The XDG specification has relative paths ignored.
+    return (xdg if xdg.is_absolute() else Path.home() / ".cache") / "mlx-llama3"
+
+
+def demo_folder() -> Path:
+    """Return the place of the converted demo model, whether or not it has been made."""
+    return cache_dir() / f"SmolLM2-135M-Instruct-v{DEMO_FORMAT}"
+
+
+def resolve(name: str | Path) -> Path:
+    """Return the local folder that holds the model called `name`.
+
+    Args:
+        name: `demo`; an alias (`ALIASES`); a local folder; or a hub id `organisation/name`, with `@revision` if a
+            branch, tag or commit is meant. An alias wins over a folder of the same name (`./demo` is the folder), a
+            folder wins over a hub id. What is not in the hub's cache yet is downloaded.
+
+    Raises:
+        UserError: no such folder, alias or repository; no access; no network; no weights this project reads there.
+    """
+    name = str(name)
+    if name == DEMO:
+        return _made_demo()
+    if name in ALIASES:
+        return _download(ALIASES[name], None)
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.is_file():
+        raise UserError(f"{name}: a file, not a model folder: `mlx-llama3 convert {name} FOLDER` makes one of it")
+    if HUB_ID.fullmatch(name) and not name.startswith(".") and not MODEL_FILE.search(name):
+        repository, _, revision = name.partition("@")
+        return _download(repository, revision or None)
+    if "/" in name or name.startswith((".", "~")) or MODEL_FILE.search(name):
+        raise UserError(f"{name}: there is no such folder")
+    raise UserError(
+        f"{name!r} is no known model: use {DEMO}, {', '.join(ALIASES)}, a hub id such as {ALIASES['llama3.2-1b']},"
+        " or a folder"
+    )
+
+
+def _made_demo() -> Path:
+    folder = demo_folder()
+    if not folder.is_dir():
+        raise UserError("the demo model has not been made yet: run `mlx-llama3 chat` or `convert.demo.demo_model()`")
+    return folder
+
+
+def _download(repository: str, revision: str | None) -> Path:
+    """Return the repository's snapshot in the hub's cache, completed over the network where it is not whole.
+
+    A whole snapshot is used without asking the hub for a newer one: starting is faster, and nobody is told of it.
+    `hf download` brings a newer one.
+    """
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    from huggingface_hub import snapshot_download  # here, because it takes longer than all the rest
+    from huggingface_hub.errors import HTTPError
+
+    what = {"revision": revision, "allow_patterns": WANTED, "ignore_patterns": UNWANTED}
+    try:
+        folder = _whole_snapshot(repository, what)
+        if folder is None:
+            with _bars() as bar_class:
+                folder = Path(snapshot_download(repository, tqdm_class=bar_class, **what))
+    except (HTTPError, OSError, ValueError) as error:
+        _explain(error, repository, revision)
+    if not any(folder.glob("*.safetensors")):
+        _explain_missing_weights(repository, revision)
+    return folder
+
+
+@contextmanager
+def _bars() -> Iterator[type]:
+    """The client's progress bars, shown on a terminal only, and closed at the end.
+
+    The client leaves two of them open; they would draw themselves once more into the chat when they are collected.
+    """
+    from huggingface_hub.utils import tqdm
+
+    bars = []
+
+    class Bar(tqdm):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            bars.append(self)
+
+    try:
+        yield Bar
+    finally:
+        for bar in reversed(bars):
+            bar.close()
+
+
+def _whole_snapshot(repository: str, what: dict) -> Path | None:
+    from huggingface_hub import get_cached_repo_tree, snapshot_download
+    from huggingface_hub.errors import CachedRepoTreeNotFoundError, LocalEntryNotFoundError
+
+    try:
+        # Without the listing, which other programs may not have stored, the client cannot tell a part from the whole.
+        get_cached_repo_tree(repository, revision=what["revision"])
+        return Path(snapshot_download(repository, local_files_only=True, **what))
+    except (CachedRepoTreeNotFoundError, LocalEntryNotFoundError):
+        return None
+
+
+def _explain(error: Exception, repository: str, revision: str | None) -> NoReturn:
+    """Raise the `UserError` that says what to do about the hub client's `error`; what is unknown goes on as it is."""
+    from huggingface_hub import constants, errors
+
+    chain = [error, error.__cause__]
+    status = next((link.response.status_code for link in chain if isinstance(link, errors.HfHubHTTPError)), None)
+    match error:
+        case errors.GatedRepoError():
+            text = f"gated: accept its licence at {constants.ENDPOINT}/{repository}, then run `hf auth login`"
+        case errors.RevisionNotFoundError():
+            text = f"has no revision {revision!r}: leave @{revision} out for the newest"
+        case errors.RepositoryNotFoundError():
+            text = "neither a folder here nor a model on the hub: check the name; if private, run `hf auth login`"
+        case errors.HFValidationError():
+            text = f"no possible name on the hub: {str(error).splitlines()[0]}"
+        case _ if status in (401, 403):
+            text = "the hub refuses your access token: run `hf auth login` with one that may read this model"
+        case _ if status is not None:
+            text = f"the hub answers with status {status}: try again later"
+        case _ if any(isinstance(link, errors.OfflineModeIsEnabled) for link in chain):
+            text = "not wholly in the hub's cache, and HF_HUB_OFFLINE forbids the download: unset it"
+        case errors.LocalEntryNotFoundError():
+            text = f"not wholly in the hub's cache, and {constants.ENDPOINT} cannot be reached: connect and try again"
+        case OSError(errno=errno.ENOSPC):
+            text = f"the disk is full: make room in {constants.HF_HUB_CACHE}, or name another folder in HF_HOME"
+        case OSError(errno=int(), strerror=str()):
+            text = f"{error.filename or constants.HF_HUB_CACHE}: {error.strerror}; name another folder in HF_HOME"
+        case errors.HTTPError() | OSError():
+            text = f"the download broke off ({str(error).splitlines()[0]}): try again, whole files are kept"
+        case _:
+            raise error
+    raise UserError(f"{repository}: {text}") from error
+
+
+def _explain_missing_weights(repository: str, revision: str | None) -> NoReturn:
+    """Raise the `UserError` for a repository without `*.safetensors` at its top: what it holds, and the way from it."""
+    from huggingface_hub import get_cached_repo_tree
+    from huggingface_hub.errors import CachedRepoTreeNotFoundError
+
+    try:
+        names = [file.path for file in get_cached_repo_tree(repository, revision=revision)]
+    except CachedRepoTreeNotFoundError:
+        raise UserError(f"{repository}: its weights are not in the hub's cache: connect and try again") from None
+    for pattern, holds in FOREIGN:
+        if files := [name for name in names if re.search(pattern, name)]:
+            raise UserError(
+                f"{repository}: no safetensors but {holds} ({files[0]}): fetch them with `hf download {repository}"
+                " --local-dir FOLDER`, then run `mlx-llama3 convert`"
+            )
+    raise UserError(f"{repository}: holds no weights that can be read here ({len(names)} files, no *.safetensors)")

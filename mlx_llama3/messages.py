@@ -1,0 +1,103 @@
+"""Chat messages as people and programs give them: checked, and brought to one form before a format writes them."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mlx_llama3.errors import UserError
+
+ROLES = ("system", "user", "assistant", "tool", "ipython")
+Message = dict[str, Any]
+
+
+class PromptError(UserError):
+    """Messages that cannot become a prompt: an unknown role, an empty message, a template that refuses them, ..."""
+
+
+def read_messages(messages: Any, *, need_user: bool = True) -> list[Message]:
+    """Copies of `messages` with text as content, and the arguments of tool calls as objects.
+
+    Content given as a list of `{"type": "text", "text": ...}` is joined. The answers of the model and of tools may be
+    empty, what a person writes may not. Other keys are kept for templates that read them.
+
+    Args:
+        messages: a list of `{"role", "content"}`; `tool_calls` (the form of OpenAI's API) for an assistant's.
+        need_user: whether one of them must be the user's.
+
+    Raises:
+        PromptError: one line with the number of the message, counted from 1.
+    """
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
+        raise PromptError(
+            f"messages: expected a list of objects with role and content, found {type(messages).__name__}"
+        )
+    read = [_message(message, f"message {count}") for count, message in enumerate(messages, start=1)]
+    if need_user and not any(message["role"] == "user" for message in read):
+        raise PromptError("messages: there is none from the user; expected at least one")
+    return read
+
+
+def read_tools(tools: Any) -> list[Message] | None:
+    """Tool definitions as `{"type": "function", "function": {"name", ...}}`; None if there are none."""
+    if tools is None or tools == []:
+        return None
+    if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise PromptError("tools: expected a list of JSON schemas of functions")
+    wrapped = [dict(tool) if "function" in tool else {"type": "function", "function": tool} for tool in tools]
+    for count, tool in enumerate(wrapped, start=1):
+        _function_name(tool["function"], f"tool {count}")
+    return wrapped
+
+
+def _message(message: Any, where: str) -> Message:
+    if not isinstance(message, Mapping):
+        raise PromptError(f"{where}: expected an object with role and content, found {type(message).__name__}")
+    role = message.get("role")
+    if role not in ROLES:
+        raise PromptError(f"{where}: unknown role {role!r}; expected one of {', '.join(ROLES)}")
+    calls = message.get("tool_calls") or []
+    if calls and role != "assistant":
+        raise PromptError(f"{where}: only an assistant can have tool_calls, not {role!r}")
+    content = _text(message.get("content"), f"{where} ({role})", optional=bool(calls))
+    if role in ("system", "user") and not content.strip():
+        raise PromptError(f"{where} ({role}) is empty; write something, or leave it out")
+    read = {**message, "content": content}
+    if calls:
+        read["tool_calls"] = [_tool_call(call, where) for call in calls]
+    return read
+
+
+def _text(content: Any, where: str, *, optional: bool) -> str:
+    if isinstance(content, str):
+        return content
+    if content is None and optional:
+        return ""
+    if not isinstance(content, Sequence):
+        raise PromptError(f"{where}: expected text as content, found {type(content).__name__}")
+    parts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise PromptError(f"{where}: content of type {kind!r} is not supported; this is a text model")
+        parts.append(part["text"])
+    return "".join(parts)
+
+
+def _tool_call(call: Any, where: str) -> Message:
+    """`{"type": "function", "function": {"name", "arguments": object}}`, other keys kept."""
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    _function_name(function, f"{where}: tool call")
+    arguments = function.get("arguments", {})
+    try:
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except json.JSONDecodeError as error:
+        raise PromptError(f"{where}: the arguments of tool call {function['name']!r} are not JSON: {error}") from None
+    if not isinstance(arguments, Mapping):
+        raise PromptError(f"{where}: the arguments of tool call {function['name']!r} are not an object")
+    others = {key: value for key, value in call.items() if key not in ("name", "arguments", "function")}
+    return {"type": "function", **others, "function": {**function, "arguments": arguments}}
+
+
+def _function_name(function: Any, where: str) -> None:
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise PromptError(f"{where}: expected a function with a name")

@@ -1,0 +1,38 @@
+"""A model's cache together with the token ids that it holds, so that only what is new needs to be fed."""
+
+from collections.abc import Sequence
+
+from mlx_llama3.cache import KVCache
+from mlx_llama3.model import Transformer
+
+
+class PrefixCache:
+    """The cache of one stream. `layers` is what `Transformer` and `generate` take; `ids` are the tokens in it."""
+
+    def __init__(self, model: Transformer) -> None:
+        self.layers: list[KVCache] = model.make_cache()
+        self.ids: list[int] = []
+
+    def reuse(self, ids: Sequence[int]) -> list[int]:
+        """Keep what the cache has in common with the start of `ids`, forget the rest, return the ids still to feed.
+
+        The last id is always among them: its logits are what comes next.
+        """
+        limit = min(len(self.ids), len(ids) - 1)
+        common = next((i for i in range(limit) if self.ids[i] != ids[i]), limit)
+        self._cut(common)
+        return list(ids[common:])
+
+    def record(self, ids: Sequence[int]) -> None:
+        """Note after a generation that the cache holds the start of `ids`, and forget what was fed beyond them.
+
+        A generation that was stopped has perhaps fed a token that nobody saw, or fed not all of `ids`. The layers may
+        disagree if it was interrupted inside a step; the shortest counts.
+        """
+        self.ids = list(ids)
+        self._cut(min(len(ids), *(layer.offset for layer in self.layers)))
+
+    def _cut(self, length: int) -> None:
+        self.ids = self.ids[:length]
+        for layer in self.layers:
+            layer.trim(layer.offset - length)

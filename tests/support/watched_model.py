@@ -1,0 +1,43 @@
+"""A tiny random model that counts what it is fed and can be told what to say."""
+
+from typing import Any
+
+import mlx.core as mx
+from tiny_models import tiny_args
+
+from mlx_llama3.model import Transformer
+
+
+class WatchedModel(Transformer):
+    """`prompts` holds the number of positions fed for each prompt.
+
+    `replies` holds the ids to say after the next prompts; after their end, or without any, the choice is random.
+    """
+
+    def __init__(self, **changes: Any) -> None:
+        mx.random.seed(5)
+        super().__init__(tiny_args(**changes))
+        self.prompts: list[int] = []
+        self.replies: list[list[int]] = []
+        self._pending = self._end = self._start = 0
+        self._script: list[int] = []
+
+    def residual(self, tokens: mx.array, start_pos: int = 0, cache: list | None = None) -> mx.array:
+        self._pending += tokens.shape[1]
+        self._end = start_pos + tokens.shape[1]
+        return super().residual(tokens, start_pos, cache)
+
+    def head(self, x: mx.array) -> mx.array:
+        logits = super().head(x)
+        if logits.ndim == 2:  # only the last position of a prompt comes like this
+            self.prompts.append(self._pending)
+            self._start, self._script = self._end, self.replies.pop(0) if self.replies else []
+        self._pending = 0
+        place = self._end - self._start
+        if place < len(self._script):
+            return mx.where(mx.arange(logits.shape[-1]) == self._script[place], 1e4, logits)
+        return logits
+
+    def plain_logits(self, ids: list[int]) -> mx.array:
+        """Logits (vocab,) after `ids` from one pass without a cache, with nothing counted or forced."""
+        return super().head(super().residual(mx.array([ids])))[0, -1]
