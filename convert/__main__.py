@@ -1,0 +1,27 @@
+"""`python -m convert`: the converter alone."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from convert.arguments import add_arguments, run
+from mlx_llama3.errors import UserError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse, convert, and tell errors in one line (exit code 2) unless `--debug` asks for a traceback."""
+    parser = argparse.ArgumentParser(prog="python -m convert")
+    add_arguments(parser)
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    args = parser.parse_args(argv)
+    try:
+        return run(args)
+    except UserError as error:
+        if args.debug:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

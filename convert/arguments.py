@@ -1,0 +1,86 @@
+"""The options of `mlx-llama3 convert` and `python -m convert`: one definition, so that both tell one story."""
+
+import argparse
+from pathlib import Path
+
+DESCRIPTION = """\
+Convert a Llama 3 checkpoint into a folder that mlx-llama3, mlx-lm and LM Studio load.
+SOURCE is Meta's download (params.json, consolidated.*.pth), a Hugging Face folder or hub id, or a GGUF file."""
+_EPILOG = """\
+examples:
+  mlx-llama3 convert ~/Llama3.1-8B-Instruct llama-8b
+  mlx-llama3 convert meta-llama/Llama-3.2-1B-Instruct llama-1b-4bit --quantize 4
+  mlx-llama3 convert model.Q4_K_M.gguf llama-gguf
+  mlx-llama3 convert ~/Llama3.3-70B-Instruct llama-70b --recipe mixed_4_6"""
+_BITS = ("2", "3", "4", "5", "6", "8", "mxfp4", "mxfp8", "nvfp4")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add everything that `run` reads to a parser. Imports neither MLX nor numpy."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.description, parser.epilog = DESCRIPTION, _EPILOG
+    parser.add_argument("source", metavar="SOURCE", help="checkpoint: folder, hub id or .gguf file")
+    parser.add_argument("target", metavar="TARGET", type=Path, help="folder to make")
+    parser.add_argument(
+        "--dtype",
+        choices=("float16", "bfloat16", "float32"),
+        help="type of values and scales (default: as in the source)",
+    )
+    parser.add_argument(
+        "--quantize", metavar="BITS", choices=_BITS, help=f"pack all matrices alike: {', '.join(_BITS)}"
+    )
+    parser.add_argument("--group-size", type=int, choices=(32, 64, 128), help="values that share a scale (default: 64)")
+    parser.add_argument(
+        "--recipe",
+        metavar="NAME|FILE",
+        help="mixed bits: mixed_2_6, mixed_3_4, mixed_3_6, mixed_4_6, mixed_4_8 or a JSON file (see convert/recipe.py)",
+    )
+    parser.add_argument("--keep-embeddings", action="store_true", help="do not quantize the embedding")
+    parser.add_argument("--keep-head", action="store_true", help="do not quantize the output head")
+    parser.add_argument("--dequantize", action="store_true", help="unpack what the source holds quantized")
+    parser.add_argument(
+        "--exact-scales",
+        action="store_true",
+        help="GGUF Q4_K, Q5_K: float32 scales, exact but slower to run (default: float16, the error is reported)",
+    )
+    parser.add_argument(
+        "--rope-factor",
+        type=float,
+        metavar="X",
+        help="RoPE scaling of Meta's checkpoints (default: 32 for 3.2 1B and 3B, 8 for 3.1 and 3.3)",
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace TARGET if it is there, at the end")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar and no report")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Convert as the parsed options say and print the report on standard output; returns the exit code.
+
+    UserError for everything that the person can mend.
+    """
+    from convert.convert import convert
+    from convert.recipe import make_recipe
+    from mlx_llama3.hub import resolve
+
+    recipe = make_recipe(
+        args.quantize,
+        group_size=args.group_size,
+        recipe=args.recipe,
+        quantize_embeddings=not args.keep_embeddings,
+        quantize_head=not args.keep_head,
+    )
+    source = Path(args.source).expanduser()
+    report = convert(
+        source if source.exists() else resolve(args.source),
+        args.target.expanduser(),
+        dtype=args.dtype,
+        recipe=recipe,
+        dequantize=args.dequantize,
+        rope_factor=args.rope_factor,
+        exact_scales=args.exact_scales,
+        overwrite=args.overwrite,
+        progress=not args.quiet,
+    )
+    if not args.quiet:
+        print(report)
+    return 0

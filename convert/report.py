@@ -1,0 +1,92 @@
+"""What a conversion did, as a person reads it: on the terminal, and as the model card of the folder."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from convert.plan import Plan
+from convert.source import Source
+
+
+@dataclass(frozen=True)
+class Report:
+    """The outcome of a conversion. `nbytes` counts the tensors written, `seconds` the whole run."""
+
+    source: Path
+    kind: str
+    target: Path
+    parameters: int
+    tensors: int
+    packing: str
+    bits_per_weight: float
+    nbytes: int
+    checksums: int
+    seconds: float
+    notes: Sequence[str] = ()
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.target}: {self.tensors} tensors, {self.nbytes / 1e9:.2f} GB, {self.packing}",
+            f"from {self.kind}: {self.parameters / 1e9:.3f} billion parameters, {self.bits_per_weight:.2f} bits each",
+            f"{self.seconds:.1f} s, {self.nbytes / 1e6 / max(self.seconds, 1e-9):.0f} MB/s; {checks(self.checksums)}",
+            *(f"note: {note}" for note in self.notes),
+        ]
+        return "\n".join(lines)
+
+
+def describe_packing(plan: Plan) -> str:
+    """'bfloat16', or '4-bit in groups of 64 (225 matrices), bfloat16 (65)'."""
+    kinds: Counter[str] = Counter()
+    for step in plan.steps:
+        how = step.quantization
+        dtype = str(step.dtype).removeprefix("mlx.core.")
+        if how is None:
+            kinds[dtype] += 1
+        elif how.mode == "affine":
+            kinds[f"{how.bits}-bit in groups of {how.group_size}"] += 1
+        else:
+            kinds[how.mode] += 1
+    if len(kinds) == 1:
+        return next(iter(kinds))
+    return ", ".join(f"{kind} ({count} tensors)" for kind, count in kinds.most_common())
+
+
+def checks(checksums: int) -> str:
+    """What was checked on the way, in words."""
+    text = "names and shapes as the configuration means, no NaN and no infinity"
+    return f"{text}, {checksums} checksums of the source match" if checksums else text
+
+
+def model_card(source: Source, plan: Plan, checksums: int) -> str:
+    """README.md of the written folder: from what, how, and what was checked."""
+    args = source.args
+    notes = "".join(f"- {note}\n" for note in source.notes)
+    return f"""---
+library_name: mlx
+pipeline_tag: text-generation
+tags:
+- mlx
+- llama
+---
+
+# {source.path.absolute().name}, for MLX
+
+Converted by [mlx-llama3](https://pypi.org/project/mlx-llama3/) from: {source.kind}.
+The licence is that of the original model.
+
+| | |
+| --- | --- |
+| parameters | {sum(step.tensor.nbytes // step.tensor.dtype.size for step in plan.steps) / 1e9:.3f} billion |
+| layers, width, heads, KV heads | {args.n_layers}, {args.dim}, {args.n_heads}, {args.n_kv_heads} |
+| context | {args.max_seq_len} tokens |
+| weights | {describe_packing(plan)} |
+| bits a weight | {plan.bits_per_weight:.2f} |
+| size | {plan.nbytes / 1e9:.2f} GB |
+
+Checked while converting: {checks(checksums)}.
+
+{notes}
+    mlx-llama3 chat --model FOLDER
+    mlx_lm.generate --model FOLDER --prompt "Hello"
+"""

@@ -1,0 +1,137 @@
+"""Any checkpoint to one GGUF file that llama.cpp loads: F16, Q8_0 or Q4_1, streamed in blocks of rows."""
+
+import math
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+from tqdm import tqdm
+
+from convert.gguf_config import ROPE_FACTORS
+from convert.gguf_metadata import model_metadata, tokenizer_metadata
+from convert.gguf_quantize import TYPES, quantize, repack_q4_1
+from convert.gguf_quants import is_finite
+from convert.gguf_rope import rope_factors
+from convert.gguf_types import LAYOUTS
+from convert.gguf_writer import Output, file_size, write_gguf
+from convert.source import Source, SourceTensor
+from convert.staged_file import staged_file
+from mlx_llama3.config import ModelArgs
+from mlx_llama3.errors import UserError
+from mlx_llama3.names import hf_to_gguf
+from mlx_llama3.vocabulary import Vocabulary
+
+# Elements of a block of rows: 16 MB in float32.
+BLOCK_ELEMENTS = 1 << 22
+# A Q4_1 file keeps these in 8 bits: they suffer most, and llama.cpp too gives them more than the rest.
+EIGHT_BIT = ("model.embed_tokens.weight", "lm_head.weight")
+
+
+def to_gguf(
+    source: Source,
+    vocabulary: Vocabulary,
+    target: Path,
+    *,
+    type_name: str = "F16",
+    chat_template: str | None = None,
+    overwrite: bool = False,
+    progress: bool = True,
+) -> None:
+    """Write a checkpoint as one GGUF file; it appears at `target` when it is whole.
+
+    Vectors are F32. Matrices have `type_name`, but for those whose rows are not whole blocks of 32 (F16), and for the
+    embedding and the head of a Q4_1 file (Q8_0). Matrices that the source holds in MLX's 4-bit affine packing become
+    Q4_1 without a change of value, if their scales and biases are float16 numbers.
+
+    Args:
+        type_name: "F16", "Q8_0" or "Q4_1".
+        chat_template: the Jinja text for `tokenizer.chat_template`.
+        overwrite: replace an existing file, at the end.
+        progress: show a bar on standard error, if that is a terminal.
+
+    Raises:
+        UserError: an unknown type, an existing target, too little disk; a value that is not finite, or too large for
+            float16.
+    """
+    if type_name not in TYPES:
+        raise UserError(f"{type_name!r} is not a type that can be written; choose one of {', '.join(TYPES)}")
+    metadata = {
+        **model_metadata(source.args, source.path.absolute().name.removesuffix(".gguf"), type_name),
+        **tokenizer_metadata(vocabulary, source.args.vocab_size, chat_template),
+    }
+    outputs = [_output(tensor, type_name, source.args) for tensor in source.tensors.values()]
+    if source.args.rope_scaling:
+        factors = rope_factors(source.args)
+        outputs.append(Output(ROPE_FACTORS, factors.shape, "F32", lambda: iter([factors.view(np.uint8)])))
+    size = file_size(metadata, outputs)
+    with staged_file(target, overwrite=overwrite) as file:
+        _check_disk(target, size)
+        bar = tqdm(
+            total=size, unit="B", unit_scale=True, desc="convert", disable=None if progress else True, leave=False
+        )
+        with bar:
+            write_gguf(file, metadata, [replace(output, blocks=partial(_counted, output, bar)) for output in outputs])
+
+
+def _check_disk(target: Path, needed: int) -> None:
+    free = shutil.disk_usage(target.parent).free
+    if free < needed:
+        raise UserError(f"{target}: needs {needed / 1e9:.2f} GB, but the disk has {free / 1e9:.2f} GB free; make room")
+
+
+def _counted(output: Output, bar: tqdm) -> Iterator[np.ndarray]:
+    for block in output.blocks():
+        yield block
+        bar.update(block.nbytes)
+
+
+def _output(tensor: SourceTensor, type_name: str, args: ModelArgs) -> Output:
+    kind = _type_of(tensor, type_name)
+    return Output(hf_to_gguf(tensor.name), tensor.shape, kind, partial(_blocks, tensor, kind, args.head_dim))
+
+
+def _type_of(tensor: SourceTensor, type_name: str) -> str:
+    if len(tensor.shape) == 1:
+        return "F32"
+    if type_name == "Q4_1" and tensor.name in EIGHT_BIT:
+        type_name = "Q8_0"
+    return type_name if tensor.shape[1] % LAYOUTS[type_name].values == 0 else "F16"
+
+
+def _blocks(tensor: SourceTensor, kind: str, head_dim: int) -> Iterator[np.ndarray]:
+    """Stored rows of a tensor, block by block: uint8 (rows, row bytes)."""
+    heads = tensor.name.endswith(("q_proj.weight", "k_proj.weight"))
+    height = max(1, BLOCK_ELEMENTS // math.prod(tensor.shape[1:]))
+    if heads:
+        height = max(head_dim, height - height % head_dim)
+    for start in range(0, tensor.shape[0], height):
+        stop = min(start + height, tensor.shape[0])
+        block = _stored(tensor, kind, start, stop)
+        if not is_finite(block, kind):
+            raise UserError(f"{tensor.origin}: holds values that are not finite, or too large for float16")
+        yield _interleaved(block, head_dim) if heads else block
+
+
+def _stored(tensor: SourceTensor, kind: str, start: int, stop: int) -> np.ndarray:
+    how = tensor.quantization
+    if how is None or how.mode != "affine" or tensor.dtype == mx.float32:
+        values = np.array(tensor.rows(start, stop).astype(mx.float32))
+        return values[:, None].view(np.uint8) if kind == "F32" else quantize(values, kind)
+    # Not `rows`, which rounds the values to the type of the scales.
+    rows = tensor.quantized_rows(start, stop)
+    packed = (rows.weight, rows.scales.astype(mx.float32), rows.biases.astype(mx.float32))
+    repacked = repack_q4_1(*map(np.array, packed)) if (kind, how.bits) == ("Q4_1", 4) else None
+    if repacked is not None:
+        return repacked
+    return quantize(np.array(mx.dequantize(*packed, group_size=how.group_size, bits=how.bits)), kind)
+
+
+def _interleaved(rows: np.ndarray, head_dim: int) -> np.ndarray:
+    """Rows of whole heads from Hugging Face's RoPE order (halves apart) to GGUF's (pairs adjacent)."""
+    # (heads, 2, head_dim / 2, bytes) -> (heads, head_dim / 2, 2, bytes)
+    heads = rows.reshape(-1, 2, head_dim // 2, rows.shape[-1]).swapaxes(1, 2)
+    return np.ascontiguousarray(heads).reshape(rows.shape)
