@@ -1,0 +1,53 @@
+# Everything that is made lies in .venv and in the user's cache folder. PYTHON=... chooses the Python, ARGS=... passes
+# arguments on: make chat ARGS="--model llama3.2-1b"
+BIN := .venv/bin
+PYTHON ?=
+ARGS :=
+INSTALL := PYTHON="$(PYTHON)" sh scripts/venv.sh
+
+.PHONY: help chat test lint test-peers bench clean
+# The chat needs standard input, which make gives to one job only.
+.NOTPARALLEL:
+
+help:
+	@echo "make chat         chat with the demo model; ARGS=\"--model llama3.2-1b\" for another"
+	@echo "make test         all tests"
+	@echo "make lint         ruff's checks and format"
+	@echo "make bench        speed beside mlx-lm"
+	@echo "make test-peers   tests beside torch and llama.cpp (large downloads)"
+	@echo "make clean        remove .venv and what tools left behind"
+
+# exec: a shell in between would be killed by the Ctrl-C that only stops an answer.
+chat: .venv/installed
+	@exec $(BIN)/mlx-llama3 chat $(ARGS)
+
+test: lint
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: .venv/installed-test
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
+
+bench: .venv/installed-test
+	@$(BIN)/python benchmarks/startup.py
+	@$(BIN)/python benchmarks/side_by_side.py
+
+test-peers: .venv/installed-peers
+	@$(BIN)/python -m pytest -m peers $(ARGS)
+
+# </dev/null: standard input holds the person's messages, which only the chat may read.
+.venv/installed: pyproject.toml scripts/venv.sh
+	@$(INSTALL) </dev/null
+	@touch $@
+
+.venv/installed-test: pyproject.toml scripts/venv.sh
+	@$(INSTALL) test </dev/null
+	@touch $@ .venv/installed
+
+.venv/installed-peers: pyproject.toml scripts/venv.sh
+	@$(INSTALL) test,peers </dev/null
+	@touch $@ .venv/installed .venv/installed-test
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

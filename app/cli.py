@@ -1,0 +1,94 @@
+"""The command `mlx-llama3`: finds the subcommand, and turns errors into one line and an exit code.
+
+Nothing heavy is imported before the arguments are understood, so that `--help` answers at once.
+"""
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any, NoReturn
+
+# Subcommand: the module with its add_arguments(parser) and run(args), and its line in --help.
+COMMANDS = {
+    "chat": ("app.chat_command", "talk with a model in the terminal"),
+    "generate": ("app.generate_command", "answer one prompt and end"),
+    "convert": ("convert.arguments", "turn a published checkpoint into a model folder"),
+}
+
+INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+BROKEN_PIPE = 141  # 128 + SIGPIPE
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with errors of one line, like all others of this program."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print `error: …` and the way to the help, and exit with code 2."""
+        self.exit(2, f"error: {message}; see {self.prog} --help\n")
+
+
+class ShowVersion(argparse.Action):
+    """`--version`: looked up only when asked for."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from mlx_llama3 import __version__
+
+        print(f"mlx-llama3 {__version__}")
+        parser.exit()
+
+
+def build_parser(command: str | None) -> Parser:
+    """The parser of everything; only `command` has its arguments filled in, since that imports its module."""
+    parser = Parser(prog="mlx-llama3", description="Llama 3 on Apple silicon: chat, generate, convert.")
+    parser.add_argument("--version", action=ShowVersion, nargs=0, help="show the version and exit")
+    parser.add_argument("--debug", action="store_true", help="show the whole traceback of an error")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
+    for name, (module, summary) in COMMANDS.items():
+        subparser = subparsers.add_parser(name, help=summary, description=summary.capitalize() + ".")
+        if name == command:
+            subparser.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+            import_module(module).add_arguments(subparser)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code: 0, 2 for an error that the person can mend, 130 for Ctrl-C."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    command = next((word for word in argv if not word.startswith("-")), None)
+    try:
+        args = build_parser(command).parse_args(argv)
+    except SystemExit as done:
+        return int(done.code or 0)
+    try:
+        return _run(args)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader has left. Python flushes standard output once more at its end and would complain of it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+
+
+def _run(args: argparse.Namespace) -> int:
+    from mlx_llama3.errors import UserError  # here, because importing the library loads its BLAS
+
+    # A terminal in another encoding shows what it can instead of failing in the middle of an answer.
+    sys.stdout.reconfigure(errors="replace")
+    try:
+        code = import_module(COMMANDS[args.command][0]).run(args)
+        sys.stdout.flush()
+        return code or 0
+    except UserError as error:
+        if args.debug:
+            traceback.print_exc()
+        else:
+            sys.stdout.flush()
+            print("error:", " ".join(str(error).split("\n")), file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

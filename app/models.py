@@ -1,0 +1,45 @@
+"""From `--model` to a loaded model and its tokenizer, telling what happens meanwhile."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from mlx_llama3.tokenizer import Tokenizer, load_tokenizer
+
+from convert.demo import demo_model
+from mlx_llama3.hub import DEMO, resolve
+from mlx_llama3.loading import load_model
+from mlx_llama3.model import Transformer
+
+
+class OpenModel(NamedTuple):
+    """A model ready for use, and the name to show for it."""
+
+    name: str
+    model: Transformer
+    tokenizer: Tokenizer
+
+
+def open_model(name: str) -> OpenModel:
+    """Fetch what is missing and load. Raises `UserError` in all the ways in which a model can be absent or broken."""
+    folder = demo_model() if name == DEMO else resolve(name)
+    is_local = name == DEMO or folder == Path(name).expanduser()
+    title = folder.resolve().name if is_local else name
+    with _told(f"Loading {title} ..."):
+        tokenizer = load_tokenizer(folder)  # first: it is quick, and may be what is missing
+        return OpenModel(title, load_model(folder), tokenizer)
+
+
+@contextmanager
+def _told(what: str) -> Iterator[None]:
+    """Show a line while something takes its time; only on a terminal, where it can be wiped again."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    print(what, end="", file=sys.stderr, flush=True)
+    try:
+        yield
+    finally:
+        print("\r" + " " * len(what) + "\r", end="", file=sys.stderr, flush=True)

@@ -1,0 +1,130 @@
+"""Options that several commands share: the model, the context, and how tokens are chosen.
+
+One table, `SETTINGS`, serves the command line (`--top-k 40`) and the chat (`/set top_k 40`).
+"""
+
+import argparse
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import Any, NamedTuple
+
+
+def number(text: str) -> float:
+    """A number, for argparse and `/set`."""
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+
+
+def whole(text: str) -> int:
+    """A whole number, for argparse and `/set`."""
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1, for argparse and `/set`."""
+    value = whole(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is less than 1")
+    return value
+
+
+def utf8(text: str) -> str:
+    """Text as it was typed; Python passes bytes that are no UTF-8 on as lone surrogates, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise argparse.ArgumentTypeError(f"it is not UTF-8 at character {error.start + 1}") from None
+    return text
+
+
+def stop_strings(text: str) -> list[str]:
+    """One stop string, for argparse (which joins several) and `/set`."""
+    if not text:
+        raise argparse.ArgumentTypeError("the stop string is empty")
+    return [utf8(text)]
+
+
+def token_bias(text: str) -> dict[int, float]:
+    """`ID:BIAS`, or several with commas, as a mapping."""
+    pairs = [pair.partition(":") for pair in text.split(",")]
+    if not all(colon for _, colon, _ in pairs):
+        raise argparse.ArgumentTypeError(f"{text!r} is not ID:BIAS, as in 42:-1.5")
+    return {whole(token): number(bias) for token, _, bias in pairs}
+
+
+class Setting(NamedTuple):
+    """One option of `generate`: how it is read, and what `--help` says."""
+
+    parse: Callable[[str], Any]
+    metavar: str
+    help: str
+    aliases: tuple[str, ...] = ()
+
+
+SETTINGS = {
+    "temperature": Setting(number, "T", "0 takes the best token always, 0.7 varies, above 1 is wild", ("--temp",)),
+    "top_k": Setting(whole, "K", "choose among the K best tokens (0: off)"),
+    "top_p": Setting(number, "P", "choose among the best tokens that hold probability P together (1: off)"),
+    "min_p": Setting(number, "P", "leave out tokens less probable than P times the best (0: off)"),
+    "repetition_penalty": Setting(number, "X", "weaken what prompt or answer said before, as 1.1 does (1: off)"),
+    "presence_penalty": Setting(number, "X", "taken off the logit of a token that the answer has used (0: off)"),
+    "frequency_penalty": Setting(number, "X", "taken off for each time that the answer has used it (0: off)"),
+    "logit_bias": Setting(token_bias, "ID:BIAS", "added to the logit of token ID; -inf bans it; repeatable"),
+    "seed": Setting(whole, "N", "same seed, same answer (default: a new one each time)"),
+    "max_tokens": Setting(positive, "N", "the longest answer, in tokens"),
+    "stop": Setting(stop_strings, "TEXT", "end the answer before this text; repeatable"),
+}
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """`--model`, `--context`, `--system`."""
+    parser.add_argument(
+        "-m",
+        "--model",
+        metavar="NAME",
+        default="demo",
+        help="a folder, a hub id, or an alias such as llama3.2-1b (default: demo, a small model, fetched once)",
+    )
+    parser.add_argument(
+        "--context", type=positive, metavar="N", help="use at most N tokens of context (default: the model's own)"
+    )
+    parser.add_argument("--system", type=utf8, metavar="TEXT", help="the system prompt")
+
+
+def add_sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
+    """Every one of `SETTINGS`; those not given stay out of the namespace, so that a saved file can hold its own."""
+    group = parser.add_argument_group("how the answer is made")
+    for name, setting in SETTINGS.items():
+        group.add_argument(
+            "--" + name.replace("_", "-"),
+            *setting.aliases,
+            type=setting.parse,
+            action="append" if name in ("logit_bias", "stop") else "store",
+            default=argparse.SUPPRESS,
+            metavar=setting.metavar,
+            help=setting.help + (f" (default: {max_tokens})" if name == "max_tokens" else ""),
+        )
+
+
+def given_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """What the command line says, as options of `generate`. Raises `UserError` for a value out of range."""
+    settings = {name: value for name, value in vars(args).items() if name in SETTINGS}
+    if "logit_bias" in settings:
+        settings["logit_bias"] = {token: bias for each in settings["logit_bias"] for token, bias in each.items()}
+    if "stop" in settings:
+        settings["stop"] = [text for each in settings["stop"] for text in each]
+    check_settings(settings)
+    return settings
+
+
+def check_settings(settings: Mapping[str, Any]) -> None:
+    """Raise `UserError` for a value out of range, before a model is loaded."""
+    from mlx_llama3.sampling import Sampling
+
+    names = {each.name for each in fields(Sampling)}
+    Sampling(**{name: value for name, value in settings.items() if name in names})

@@ -1,0 +1,209 @@
+"""Peak memory and speed of the converter, on synthetic checkpoints of real widths, beside mlx-lm's.
+
+    python benchmarks/convert_memory.py [--folder DISK] [--layers 4] [--skip-405b]
+
+1. Meta, 2 shards of 8B's widths (4096/14336, vocabulary 128256, some layers) -> bfloat16, -> 4 bits.
+2. Meta, 8 shards of 405B's widths (16384/53248), one layer -> 4 bits.
+3. The Hugging Face folder that (1) made -> 4 bits and -> bfloat16, by this converter and by mlx_lm.convert.
+
+Memory is the process's peak resident set above what the same interpreter has after its imports.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
+
+from meta_checkpoint import write_tokenizer_model  # noqa: E402
+from torch_zip import contiguous, table, tensor  # noqa: E402
+
+LIMIT_MB = 1024
+WIDTHS_8B = {"dim": 4096, "n_heads": 32, "n_kv_heads": 8, "ffn_dim_multiplier": 1.3, "multiple_of": 1024}
+WIDTHS_405B = {"dim": 16384, "n_heads": 128, "n_kv_heads": 8, "ffn_dim_multiplier": 1.2, "multiple_of": 4096}
+HIDDEN = {4096: 14336, 16384: 53248}
+COMMON = {"vocab_size": 128256, "norm_eps": 1e-05, "rope_theta": 500000.0, "use_scaled_rope": True}
+# One block of small random bfloat16 numbers, written again and again: what the numbers are costs nothing.
+BLOCK = (np.random.default_rng(0).normal(0, 0.02, 1 << 24).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+
+
+def shapes(params: dict, count: int) -> dict[str, tuple[int, ...]]:
+    """What each of `count` ranks holds."""
+    dim, kv = params["dim"], params["dim"] // params["n_heads"] * params["n_kv_heads"]
+    hidden, vocabulary = HIDDEN[dim] // count, params["vocab_size"] // count
+    found: dict[str, tuple[int, ...]] = {"tok_embeddings.weight": (vocabulary, dim)}
+    for n in range(params["n_layers"]):
+        found |= {
+            f"layers.{n}.attention.wq.weight": (dim // count, dim),
+            f"layers.{n}.attention.wk.weight": (kv // count, dim),
+            f"layers.{n}.attention.wv.weight": (kv // count, dim),
+            f"layers.{n}.attention.wo.weight": (dim, dim // count),
+            f"layers.{n}.feed_forward.w1.weight": (hidden, dim),
+            f"layers.{n}.feed_forward.w2.weight": (dim, hidden),
+            f"layers.{n}.feed_forward.w3.weight": (hidden, dim),
+            f"layers.{n}.attention_norm.weight": (dim,),
+            f"layers.{n}.ffn_norm.weight": (dim,),
+        }
+    return found | {"norm.weight": (dim,), "output.weight": (vocabulary, dim)}
+
+
+def write_checkpoint(folder: Path, params: dict, count: int) -> int:
+    """A checkpoint of Meta's form; returns its bytes."""
+    folder.mkdir()
+    (folder / "params.json").write_text(json.dumps(params))
+    write_tokenizer_model(folder / "tokenizer.model", 300)
+    tensors = shapes(params, count)
+    entries = {
+        name: tensor("BF16", str(key), int(np.prod(shape)), shape, contiguous(shape))
+        for key, (name, shape) in enumerate(tensors.items())
+    }
+    for rank in range(count):
+        with zipfile.ZipFile(folder / f"consolidated.{rank:02d}.pth", "w") as archive:
+            archive.writestr("consolidated/data.pkl", table(entries))
+            for key, shape in enumerate(tensors.values()):
+                with archive.open(f"consolidated/data/{key}", "w", force_zip64=True) as file:
+                    remaining = int(np.prod(shape))
+                    # Norms must agree in all ranks; matrices need not differ either, but for head and embedding.
+                    start = key % 7 if len(shape) > 1 else 0
+                    while remaining:
+                        part = BLOCK[start : start + remaining]
+                        file.write(part)
+                        remaining -= part.size
+                        start = 0
+    return sum(path.stat().st_size for path in folder.glob("*.pth"))
+
+
+def measure(code: str) -> tuple[float, float]:
+    """Seconds of `work()` and the process's peak memory in MB above its imports, of a program that defines it."""
+    program = f"""
+import resource, sys, time
+unit = 1 if sys.platform == "darwin" else 1024
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6
+{code}
+before, started = peak(), time.perf_counter()
+work()
+print("measured", time.perf_counter() - started, peak() - before)
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, text=True, capture_output=True)
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    _, seconds, memory = done.stdout.strip().splitlines()[-1].split()
+    return float(seconds), float(memory)
+
+
+def ours(source: Path, target: Path, options: str) -> tuple[float, float]:
+    """Convert with this project."""
+    return measure(
+        f"from convert.convert import convert\nfrom convert.recipe import make_recipe\n"
+        f"def work(): convert({str(source)!r}, {str(target)!r}, progress=False, {options})"
+    )
+
+
+def theirs(source: Path, target: Path, options: str) -> tuple[float, float]:
+    """Convert with mlx-lm."""
+    return measure(
+        f"import mlx_lm\nfrom mlx_lm.models import llama\nimport transformers.models.auto.tokenization_auto\n"
+        f"def work(): mlx_lm.convert({str(source)!r}, {str(target)!r}, {options})"
+    )
+
+
+def disk_speed(folder: Path) -> tuple[float, float]:
+    """MB/s of writing 2 GB, flushed, and of reading them back with the page cache dropped where that is allowed."""
+    path, blocks = folder / "speed", 64
+    started = time.perf_counter()
+    with path.open("wb") as file:
+        for _ in range(blocks):
+            file.write(BLOCK)
+        file.flush()
+        os.fsync(file.fileno())
+    written = time.perf_counter() - started
+    with path.open("rb", buffering=0) as file:
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        started = time.perf_counter()
+        while file.read(BLOCK.nbytes):
+            pass
+    read = time.perf_counter() - started
+    path.unlink()
+    size = blocks * BLOCK.nbytes / 1e6
+    return size / written, size / read
+
+
+def forget(folder: Path) -> None:
+    """Drop a folder's files from the page cache, so that nobody reads them from memory."""
+    for path in folder.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def size_of(folder: Path) -> float:
+    """MB."""
+    return sum(path.stat().st_size for path in folder.iterdir()) / 1e6
+
+
+def show(what: str, source: Path, target: Path, seconds: float, memory: float) -> None:
+    read, written = size_of(source), size_of(target)
+    rates = f"read {read / seconds:6.0f} MB/s, written {written / seconds:6.0f} MB/s"
+    print(f"{what:44} {memory:8.0f} MB peak {seconds:8.1f} s   {rates}", flush=True)
+
+
+def run(what: str, convert: object, source: Path, target: Path, options: str) -> tuple[float, float]:
+    forget(source)
+    seconds, memory = convert(source, target, options)
+    show(what, source, target, seconds, memory)
+    return seconds, memory
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, help="where to work (default: the system's temporary folder)")
+    parser.add_argument("--layers", type=int, default=4, help="layers of the 8B-wide checkpoint")
+    parser.add_argument("--skip-405b", action="store_true", help="without the 405B-wide checkpoint (15 GB)")
+    args = parser.parse_args()
+    work = Path(tempfile.mkdtemp(prefix="convert-", dir=args.folder))
+    peaks = []
+    try:
+        written, read = disk_speed(work)
+        print(f"the disk itself: writes {written:.0f} MB/s, reads {read:.0f} MB/s")
+        params = WIDTHS_8B | COMMON | {"n_layers": args.layers}
+        print(f"8B widths, {args.layers} layers, 2 shards: {write_checkpoint(work / 'meta', params, 2) / 1e9:.2f} GB")
+        peaks.append(run("Meta -> bfloat16", ours, work / "meta", work / "hf", ""))
+        peaks.append(run("Meta -> 4 bits", ours, work / "meta", work / "hf4", "recipe=make_recipe(4)"))
+        shutil.rmtree(work / "meta")
+        shutil.rmtree(work / "hf4")
+        for what, ours_options, peer_options in (
+            ("4 bits", "recipe=make_recipe(4)", "quantize=True"),
+            ("bfloat16", "", ""),
+        ):
+            mine = run(f"Hugging Face -> {what}, this project", ours, work / "hf", work / "ours", ours_options)
+            peer = run(f"Hugging Face -> {what}, mlx_lm.convert", theirs, work / "hf", work / "peer", peer_options)
+            print(f"{'':44} memory {mine[1] / peer[1]:.2f}, speed {peer[0] / mine[0]:.2f} times mlx-lm's")
+            peaks.append(mine)
+            shutil.rmtree(work / "ours")
+            shutil.rmtree(work / "peer")
+        shutil.rmtree(work / "hf")
+        if not args.skip_405b:
+            params = WIDTHS_405B | COMMON | {"n_layers": 1}
+            print(f"405B widths, 1 layer, 8 shards: {write_checkpoint(work / 'meta', params, 8) / 1e9:.2f} GB")
+            peaks.append(run("Meta -> 4 bits", ours, work / "meta", work / "out", "recipe=make_recipe(4)"))
+    finally:
+        shutil.rmtree(work)
+    worst = max(memory for _, memory in peaks)
+    print(f"highest peak above the imports: {worst:.0f} MB; the limit is {LIMIT_MB} MB")
+    return int(worst > LIMIT_MB)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,40 @@
+"""Fixtures that every floor's tests share: the demo model, fetched once and converted anew for each run.
+
+Helper modules that several test files import lie in `tests/support/`; that folder is on the path (`pythonpath` in
+pyproject.toml), so a test says `from tiny_models import ...`.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from convert import demo
+from mlx_llama3.hub import cache_dir
+
+
+@pytest.fixture(scope="session", autouse=True)
+def user_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The person's own cache folder; the tests, and the programs they start, are given another one.
+
+    So the converter under test makes the demo model, whatever an earlier version left behind.
+    """
+    found = cache_dir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MLX_LLAMA3_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield found
+
+
+@pytest.fixture(scope="session")
+def demo_gguf(user_cache: Path) -> Path:
+    """The Q4_1 GGUF of SmolLM2-135M-Instruct as the wheel holds it; kept in the person's cache for later runs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MLX_LLAMA3_CACHE", str(user_cache))
+        return demo.demo_gguf(progress=False)
+
+
+@pytest.fixture(scope="session")
+def demo_folder(demo_gguf: Path) -> Path:
+    """The demo model as the converter writes it; `--model demo` finds it too."""
+    (cache_dir() / demo.GGUF).symlink_to(demo_gguf)
+    return demo.demo_model(progress=False)

@@ -1,0 +1,140 @@
+"""What holds for the project as a whole: its floors, its dependencies, its commands."""
+
+import ast
+import graphlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FLOORS = {"mlx_llama3": set(), "convert": {"mlx_llama3"}, "app": {"convert", "mlx_llama3"}}
+MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for floor in FLOORS
+    for path in sorted((ROOT / floor).rglob("*.py"))
+}
+HEAVY = {"mlx", "numpy", "huggingface_hub", "tiktoken", "jinja2", "prompt_toolkit", "tqdm", "safetensors", "gradio"}
+
+
+class Imports(ast.NodeVisitor):
+    """The absolute names imported, at the top or later: `a.b` for `import a.b`, `a.b.c` for `from a.b import c`."""
+
+    def __init__(self, path: Path, with_types: bool):
+        self.names = set()
+        self.with_types = with_types
+        self.visit(ast.parse(path.read_text(encoding="utf-8")))
+
+    def visit_Import(self, node):
+        self.names |= {alias.name for alias in node.names}
+
+    def visit_ImportFrom(self, node):
+        assert node.level == 0, "relative import"
+        self.names |= {f"{node.module}.{alias.name}" for alias in node.names}
+
+    def visit_If(self, node):
+        if self.with_types or ast.unparse(node.test) != "TYPE_CHECKING":
+            self.generic_visit(node)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_nothing_imports_upwards(module):
+    floor = module.split(".")[0]
+    used = {name.split(".")[0] for name in Imports(MODULES[module], with_types=True).names} & set(FLOORS)
+    assert used <= FLOORS[floor] | {floor}
+
+
+def test_no_module_imports_itself_through_others():
+    graph = {}
+    for module, path in MODULES.items():
+        # `from a.b import c` means the module a.b.c where there is one, else a.b.
+        names = {name if name in MODULES else name.rpartition(".")[0] for name in Imports(path, with_types=False).names}
+        graph[module] = names & set(MODULES)
+    tuple(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError, which names the circle
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_files_and_functions_stay_small_and_named_for_what_they_own(module):
+    text = MODULES[module].read_text(encoding="utf-8")
+    assert text.count("\n") <= 450
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef):
+            assert node.end_lineno - node.lineno < 70, f"{node.name} needs a second name"
+    assert module.split(".")[-1] not in {"utils", "util", "helpers", "helper", "common", "misc"}
+
+
+@pytest.mark.parametrize("command", [["--help"], ["chat", "--help"], ["--version"]])
+def test_help_imports_nothing_heavy(command):
+    script = (
+        "import atexit, sys\n"
+        f"atexit.register(lambda: print('imported:', *sorted({HEAVY!r} & set(sys.modules))))\n"
+        f"from app.cli import main; sys.exit(main({command!r}))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.splitlines()[-1] == "imported:"
+
+
+@pytest.mark.parametrize("python", ["3.11", "3.14"])
+def test_dependencies_resolve_for_a_mac(python):
+    # 14.0 is the oldest macOS that MLX has wheels for.
+    done = subprocess.run(
+        [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--no-header", "--no-annotate", "--extra", "test"]
+        + ["--only-binary", ":all:", "--python-platform", "macos", "--python-version", python, "pyproject.toml"],
+        env=os.environ | {"MACOSX_DEPLOYMENT_TARGET": "14.0"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    if "error sending request" in done.stderr or "dns error" in done.stderr:
+        pytest.skip("no package index can be reached")
+    assert done.returncode == 0, done.stderr
+    packages = set(re.findall(r"^[\w-]+", done.stdout, re.MULTILINE))
+    assert {"mlx", "mlx-metal", "mlx-lm"} <= packages
+    assert not {"mlx-cpu", "cmeel-openblas"} & packages
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> Path:
+    """A clone in which everything is installed, with a program in the chat's place that tells what it is given."""
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
+    program = tmp_path / ".venv" / "bin" / "mlx-llama3"
+    program.parent.mkdir(parents=True)
+    program.write_text('#!/bin/sh\necho "given: $*"\nexec cat\n')
+    program.chmod(0o755)
+    (tmp_path / ".venv" / "installed").touch()
+    return tmp_path
+
+
+def test_make_chat_passes_input_and_arguments_on(installed):
+    done = subprocess.run(
+        ["make", "chat", 'ARGS=--model demo --system "Be brief."'],
+        cwd=installed,
+        input="What is the capital of France?\nAnd of Spain?\n",
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == (
+        "given: chat --model demo --system Be brief.\nWhat is the capital of France?\nAnd of Spain?\n"
+    )
+    assert done.stderr == ""
+
+
+def test_make_chat_without_a_suitable_python_says_how_to_get_one(installed):
+    shutil.rmtree(installed / ".venv")
+    old = installed / "bin" / "python3"
+    old.parent.mkdir()
+    old.write_text("#!/bin/sh\nexit 1\n")  # as Python 3.9 answers the question whether it is 3.11
+    old.chmod(0o755)
+    done = subprocess.run(
+        [shutil.which("make"), "chat", f"PYTHON={old}"], cwd=installed, capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert "needs Python 3.11 or newer" in done.stderr
+    assert "brew install python" in done.stderr and "apt install python3 python3-venv" in done.stderr
+    assert not (installed / ".venv").exists()
