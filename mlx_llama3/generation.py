@@ -1,18 +1,23 @@
-"""The token stream: chunked prefill, double-buffered decode, and the text that the tokens spell."""
+"""The token stream with the text that it spells, as a caller wants it."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import mlx.core as mx
+from typing import TYPE_CHECKING, Any
 
 from mlx_llama3.cache import KVCache
+from mlx_llama3.decoding import decode, prefill
+from mlx_llama3.detokenizer import Detokenizer
 from mlx_llama3.diagnosis import first_nan
 from mlx_llama3.errors import UserError
 from mlx_llama3.model import Transformer
-from mlx_llama3.sampling import Sampler, Sampling, top_logprobs
+from mlx_llama3.sampling import Sampler, Sampling
 from mlx_llama3.stop_strings import StopStrings
 from mlx_llama3.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from mlx_llama3.trace.norms import NormCapture
 
 
 @dataclass(frozen=True)
@@ -24,6 +29,8 @@ class Step:
     `finish_reason` is None until the last step: "stop" (a stop id, which is `token`, or a stop string) or "length".
     `logprob` of the token and `top_logprobs`, (id, logprob) best first, are natural logarithms of the model's own
     distribution, before penalties and filters; None unless asked for.
+    `norms`, if traced, are those of the positions fed to choose this token: the prompt's for the first one, then that
+    of the token before; float32 `(5, n_layers, positions)` in the order of `trace.norms.POINTS`.
     """
 
     token: int
@@ -31,6 +38,7 @@ class Step:
     finish_reason: str | None = None
     logprob: float | None = None
     top_logprobs: list[tuple[int, float]] | None = None
+    norms: "np.ndarray | None" = None
 
 
 def generate(
@@ -45,6 +53,7 @@ def generate(
     history: Sequence[int] = (),
     prefill_chunk: int = 512,
     on_prefill: Callable[[int, int], None] | None = None,
+    trace: bool = False,
     **sampling: Any,
 ) -> Iterator[Step]:
     """Continue `ids`, token by token.
@@ -59,6 +68,7 @@ def generate(
         history: the ids in `cache`, for the repetition penalty.
         prefill_chunk: positions of the prompt in one pass; bounds the memory of a long prompt.
         on_prefill: called with (done, total) after each chunk of the prompt. What it raises ends the generation.
+        trace: give every step its `norms`, taken inside the running pass.
         **sampling: fields of `Sampling`: temperature (0 is greedy), top_k, top_p, min_p, repetition_penalty,
             presence_penalty, frequency_penalty, logit_bias, seed.
 
@@ -72,98 +82,46 @@ def generate(
     last = min(max_tokens, room)
     sampler = Sampler(Sampling(**sampling), model.args.vocab_size, [*history, *ids])
     text, stops = tokenizer.detokenizer(), StopStrings(stop)
-    logits = prefill(model, ids, cache, prefill_chunk, on_prefill)
-    for count, choice in enumerate(_decode(model, logits, sampler, cache, last, logprobs), start=1):
-        token, chosen = choice.read()
-        if token is None:
+    capture = _norm_capture(model) if trace else None
+    runner = capture.model if capture else model
+
+    def after_chunk(done: int) -> None:
+        if on_prefill is not None:
+            on_prefill(done, len(ids))
+
+    logits = prefill(runner, ids, cache, chunk=prefill_chunk, after_chunk=after_chunk, capture=capture)
+    choices = decode(runner, logits, cache, sampler, count=last, logprobs=logprobs, capture=capture)
+    for count, choice in enumerate(choices, start=1):
+        if choice.is_nan:
             raise UserError(
                 f"the model gives NaN, first in {first_nan(model, [*history, *ids])}: its weights are damaged, or "
                 "overflow their type; convert it again, or with --dtype bfloat16 or float32"
             )
-        if token in tokenizer.stop_ids:
-            shown, _ = stops.add(text.finish())
-            yield Step(token, shown + stops.finish(), "stop", *chosen)
-            return
-        shown, stopped = stops.add(text.add(token))
-        if count == last and not stopped:
-            rest, stopped = stops.add(text.finish())
-            shown += rest + ("" if stopped else stops.finish())
-        yield Step(token, shown, "stop" if stopped else "length" if count == last else None, *chosen)
-        if stopped:
+        token = choice.token.item()
+        shown, reason = _text(token, text, stops, tokenizer.stop_ids, is_last=count == last)
+        yield Step(token, shown, reason, *choice.read_logprobs(), capture and capture.read(choice.norms))
+        if reason is not None:
             return
 
 
-def prefill(
-    model: Transformer,
-    ids: Sequence[int],
-    cache: list[KVCache],
-    chunk: int = 512,
-    on_prefill: Callable[[int, int], None] | None = None,
-) -> mx.array:
-    """Feed `ids` to the model, `chunk` positions a pass; logits `(1, vocab)` after the last one, not yet evaluated.
-
-    The head is applied to the last position only: for 128k entries it would cost as much as a quarter of a 1B model.
-    """
-    start = cache[0].offset
-    for begin in range(0, len(ids), chunk):
-        piece = mx.array([ids[begin : begin + chunk]])
-        x = model.residual(piece, start + begin, cache)
-        done = begin + piece.shape[1]
-        if done < len(ids):
-            mx.eval([entry.state for entry in cache])
-            mx.clear_cache()
-        if on_prefill is not None:
-            on_prefill(done, len(ids))
-    return model.head(x[:, -1])
+def _text(
+    token: int, text: Detokenizer, stops: StopStrings, stop_ids: frozenset[int], *, is_last: bool
+) -> tuple[str, str | None]:
+    """What may be shown after `token`, and whether and why the answer ends with it."""
+    if token in stop_ids:
+        shown, _ = stops.add(text.finish())
+        return shown + stops.finish(), "stop"
+    shown, stopped = stops.add(text.add(token))
+    if is_last and not stopped:
+        rest, stopped = stops.add(text.finish())
+        shown += rest + ("" if stopped else stops.finish())
+    return shown, "stop" if stopped else "length" if is_last else None
 
 
-@dataclass(frozen=True)
-class _Choice:
-    """A sampled token on its way: `token` and its `logit`, `(1,)` each, and what was asked about probabilities."""
+def _norm_capture(model: Transformer) -> "NormCapture":
+    from mlx_llama3.trace.norms import NormCapture  # only tracing needs NumPy, which takes 0.1 s to import
 
-    token: mx.array
-    logit: mx.array
-    logprob: mx.array | None
-    top: tuple[mx.array, mx.array] | None
-
-    def arrays(self) -> list[mx.array]:
-        return [a for a in (self.token, self.logit, self.logprob, *(self.top or ())) if a is not None]
-
-    def read(self) -> tuple[int | None, tuple[float | None, list[tuple[int, float]] | None]]:
-        """Wait for the values: id (None if the logits were NaN), (logprob, top_logprobs)."""
-        if self.logit.item() != self.logit.item():
-            return None, (None, None)
-        top = None
-        if self.top is not None:
-            best, values = self.top
-            top = list(zip(best[0].tolist(), values[0].tolist(), strict=True))
-        return self.token.item(), (None if self.logprob is None else self.logprob.item(), top)
-
-
-def _decode(
-    model: Transformer, logits: mx.array, sampler: Sampler, cache: list[KVCache], count: int, logprobs: int | None
-) -> Iterator[_Choice]:
-    """`count` choices; the graph of the next one is built and queued before this one is handed out to be read."""
-    choice = _choose(logits, sampler, logprobs)
-    mx.async_eval(*choice.arrays())
-    for left in reversed(range(count)):
-        following = None
-        if left:
-            logits = model(choice.token[:, None], cache[0].offset, cache)[:, -1]  # (1, vocab)
-            following = _choose(logits, sampler, logprobs)
-            mx.async_eval(*following.arrays())
-        yield choice
-        choice = following
-
-
-def _choose(logits: mx.array, sampler: Sampler, logprobs: int | None) -> _Choice:
-    token, distribution = sampler(logits)
-    # Read beside the token, so that a NaN is noticed at no cost instead of coming out as token 0.
-    logit = mx.take_along_axis(logits, token[:, None], axis=-1)
-    if logprobs is None:
-        return _Choice(token, logit, None, None)
-    logprob = mx.take_along_axis(distribution, token[:, None], axis=-1)
-    return _Choice(token, logit, logprob, top_logprobs(distribution, logprobs) if logprobs else None)
+    return NormCapture(model)
 
 
 def _room(model: Transformer, ids: Sequence[int], cache: list[KVCache]) -> int:

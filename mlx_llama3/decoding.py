@@ -1,0 +1,110 @@
+"""The loop over token ids: chunked prefill, then decoding with two steps in flight."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+
+from mlx_llama3.cache import KVCache
+from mlx_llama3.model import Transformer
+from mlx_llama3.sampling import Sampler, top_logprobs
+
+if TYPE_CHECKING:
+    from mlx_llama3.trace.norms import NormCapture, PendingNorms
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A sampled token, queued and perhaps not computed yet: `token` and its `logit`, `(1,)` each.
+
+    `logprob` `(1, 1)` and `top` (ids and log-probabilities, `(1, n)` each) if asked for; `norms` of the passes that led
+    to it if traced.
+    """
+
+    token: mx.array
+    logit: mx.array
+    logprob: mx.array | None
+    top: tuple[mx.array, mx.array] | None
+    norms: list["PendingNorms"]
+
+    def start(self) -> "Choice":
+        """Queue the computation and return at once."""
+        parts = (self.token, self.logit, self.logprob, *(self.top or ()))
+        mx.async_eval([part for part in parts if part is not None], [pending.arrays() for pending in self.norms])
+        return self
+
+    @property
+    def is_nan(self) -> bool:
+        """Whether the logits were no numbers; waits for them."""
+        return self.logit.item() != self.logit.item()
+
+    def read_logprobs(self) -> tuple[float | None, list[tuple[int, float]] | None]:
+        """(logprob, top_logprobs) as `Step` has them."""
+        top = None
+        if self.top is not None:
+            ids, values = self.top
+            top = list(zip(ids[0].tolist(), values[0].tolist(), strict=True))
+        return (None if self.logprob is None else self.logprob.item()), top
+
+
+def prefill(
+    model: Transformer,
+    ids: Sequence[int],
+    cache: list[KVCache],
+    *,
+    chunk: int = 512,
+    after_chunk: Callable[[int], None] = lambda done: None,
+    capture: "NormCapture | None" = None,
+) -> mx.array:
+    """Feed `ids` to the model, `chunk` positions a pass; logits `(1, vocab)` after the last one, not yet evaluated.
+
+    `after_chunk` is told how many are done. The head is applied to the last position only: for a vocabulary of 128k it
+    would cost as much as a quarter of a 1B model.
+    """
+    start = cache[0].offset
+    for begin in range(0, len(ids), chunk):
+        piece = mx.array([ids[begin : begin + chunk]])
+        x = model.residual(piece, start + begin, cache)
+        done = begin + piece.shape[1]
+        if done < len(ids):
+            mx.eval([entry.state for entry in cache], capture.arrays() if capture else [])
+            mx.clear_cache()
+        after_chunk(done)
+    return model.head(x[:, -1])
+
+
+def decode(
+    model: Transformer,
+    logits: mx.array,
+    cache: list[KVCache],
+    sampler: Sampler,
+    *,
+    count: int,
+    logprobs: int | None = None,
+    capture: "NormCapture | None" = None,
+) -> Iterator[Choice]:
+    """`count` choices, the first from `logits` `(1, vocab)`.
+
+    The graph of the next one is built and queued before this one is handed out, so that the device does not wait for
+    the host to read, decode and print.
+    """
+    choice = _choose(logits, sampler, logprobs, capture).start()
+    for left in reversed(range(count)):
+        following = None
+        if left:
+            logits = model(choice.token[:, None], cache[0].offset, cache)[:, -1]  # (1, vocab)
+            following = _choose(logits, sampler, logprobs, capture).start()
+        yield choice
+        choice = following
+
+
+def _choose(logits: mx.array, sampler: Sampler, logprobs: int | None, capture: "NormCapture | None") -> Choice:
+    token, distribution = sampler(logits)
+    # Read beside the token, so that a NaN is noticed at no cost instead of coming out as token 0.
+    logit = mx.take_along_axis(logits, token[:, None], axis=-1)
+    norms = capture.take() if capture else []
+    if logprobs is None:
+        return Choice(token, logit, None, None, norms)
+    logprob = mx.take_along_axis(distribution, token[:, None], axis=-1)
+    return Choice(token, logit, logprob, top_logprobs(distribution, logprobs) if logprobs else None, norms)

@@ -1,0 +1,65 @@
+"""Copies of a model that share its weights and hand on what flows through chosen modules.
+
+A tap stands where a module stood and calls it. The model's own code runs unchanged: what is seen is what is computed.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_llama3.model import Transformer, TransformerBlock
+
+# Told (layer, name, value); the value it returns goes on in the place of the module's output.
+Hook = Callable[[int, str, mx.array], mx.array]
+
+# TransformerLens's names, in the order in which a block makes them, and `z`: what the heads hand to `wo`.
+NAMES = ("resid_pre", "z", "attn_out", "resid_mid", "mlp_out", "resid_post")
+
+
+class Tap:
+    """A module whose input or output a hook sees."""
+
+    def __init__(self, module: Any, hook: Callable[[mx.array], mx.array], *, on_input: bool = False) -> None:
+        self.module, self._hook, self._on_input = module, hook, on_input
+
+    def __call__(self, x: mx.array, *rest: Any) -> mx.array:
+        if self._on_input:
+            return self.module(self._hook(x), *rest)
+        return self._hook(self.module(x, *rest))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.module, name)  # `weight`, and `as_linear` of a tied embedding
+
+
+def tapped(model: Transformer, hook: Hook, *, names: tuple[str, ...] = NAMES, layers: Any = None) -> Transformer:
+    """A copy of `model`, sharing its weights, in which `hook` is told of `names` in `layers` (default: all).
+
+    The arrays have shape `(B, S, dim)`, `z` `(B, S, n_heads * head_dim)`, in the model's dtype. What the hook returns
+    for `attn_out`, `mlp_out`, `z`, `resid_post` and `resid_pre` takes the place of the value; `resid_mid` is only seen,
+    because the stream goes past the norm that reads it.
+    """
+    chosen = range(len(model.layers)) if layers is None else set(layers)
+    twin = copy.copy(model)
+    twin.layers = [_tap_block(block, i, hook, names) if i in chosen else block for i, block in enumerate(model.layers)]
+    return twin
+
+
+def _tap_block(block: TransformerBlock, layer: int, hook: Hook, names: tuple[str, ...]) -> Any:
+    def told(name: str) -> Callable[[mx.array], mx.array]:
+        return lambda value: hook(layer, name, value)
+
+    twin = copy.copy(block)
+    if "z" in names:
+        twin.attention = copy.copy(twin.attention)
+        twin.attention.wo = Tap(twin.attention.wo, told("z"), on_input=True)
+    if "attn_out" in names:
+        twin.attention = Tap(twin.attention, told("attn_out"))
+    if "resid_mid" in names:
+        twin.ffn_norm = Tap(twin.ffn_norm, told("resid_mid"), on_input=True)
+    if "mlp_out" in names:
+        twin.feed_forward = Tap(twin.feed_forward, told("mlp_out"))
+    if "resid_pre" in names:
+        twin = Tap(twin, told("resid_pre"), on_input=True)
+    return Tap(twin, told("resid_post")) if "resid_post" in names else twin
