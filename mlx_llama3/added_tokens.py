@@ -39,4 +39,5 @@ def matcher(names: Iterable[str]) -> re.Pattern[str] | None:
 
 def name_of(token: Any) -> str | None:
     """The name of a token as configuration files write it: a string, or an object with `content`."""
-    return token.get("content") if isinstance(token, Mapping) else token
+    name = token.get("content") if isinstance(token, Mapping) else token
+    return name if isinstance(name, str) else None

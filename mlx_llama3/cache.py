@@ -1,5 +1,7 @@
 """What a layer remembers of the past: its rotated keys and its values."""
 
+import copy
+
 import mlx.core as mx
 
 
@@ -23,7 +25,11 @@ class KVCache:
         self._keys[:, :, start:end] = keys
         self._values[:, :, start:end] = values
         self.offset = end
-        return self._keys[:, :, :end], self._values[:, :, :end]
+        return self.fetch()
+
+    def fetch(self) -> tuple[mx.array, mx.array]:
+        """All keys and values so far, `(B, n_kv_heads, offset, head_dim)` each."""
+        return self._keys[:, :, : self.offset], self._values[:, :, : self.offset]
 
     def _reserve(self, keys: mx.array, values: mx.array, end: int) -> None:
         capacity = 0 if self._keys is None else self._keys.shape[2]
@@ -44,6 +50,15 @@ class KVCache:
         if not 0 <= count <= self.offset:
             raise ValueError(f"cannot trim {count} positions of a cache that holds {self.offset}")
         self.offset -= count
+
+    def prefix(self, count: int) -> "KVCache":
+        """A cache of the first `count` positions, to go on from without changing this one.
+
+        It shares the buffers until one of the two is written to, which copies them.
+        """
+        twin = copy.copy(self)
+        twin.trim(self.offset - count)
+        return twin
 
     @property
     def state(self) -> list[mx.array]:

@@ -48,7 +48,7 @@ class TemplateFormat:
         # Its ids are known already, so its calls must not be written a second time.
         marked = {key: value for key, value in messages[reply].items() if key != "tool_calls"} | {"content": mark}
         messages = [*messages[:reply], marked, *messages[reply + 1 :]]
-        before, *after = self._render(template, cover, messages, tools, True).split(mark)
+        _, *after = self._render(template, cover, messages, tools, True).split(mark)
         if len(after) != 1:
             raise PromptError(
                 f"{self._source}: the chat template does not write each answer once, so none can follow it"
@@ -80,7 +80,7 @@ class TemplateFormat:
                 **self._variables,
             )
         except TemplateSyntaxError as error:
-            fault = f"cannot be read, line {error.lineno}: {error.message}"
+            fault = f"cannot be read, line {error.lineno}: {' '.join(str(error.message).split())}"
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
             fault = f"does not take these messages: {' '.join(str(error).split())}"
         raise PromptError(f"{self._source}: the chat template {fault}")

@@ -32,7 +32,8 @@ class Checkpoint:
     """What a model folder holds: `args`, and `weights` by Hugging Face name, not yet read but for their headers.
 
     Raises:
-        UserError: the folder is no model folder; a tensor is missing, unknown or not of the shape that config.json means.
+        UserError: the folder is no model folder; a tensor is missing, unknown or not of the shape that config.json
+            means.
     """
 
     def __init__(self, folder: str | Path) -> None:

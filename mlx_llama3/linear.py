@@ -32,6 +32,16 @@ class PackedLinear(nn.Module):
         return outputs
 
 
+def row(matrix: nn.Module, index: int) -> mx.array:
+    """One row `(in,)` of a matrix, dense or quantized, a `Linear` or an `Embedding`."""
+    if not isinstance(matrix, nn.QuantizedLinear | nn.QuantizedEmbedding):
+        return matrix.weight[index]
+    parts = [
+        part if part is None else part[index : index + 1] for part in (matrix.weight, matrix.scales, matrix.biases)
+    ]
+    return mx.dequantize(*parts, group_size=matrix.group_size, bits=matrix.bits, mode=matrix.mode)[0]
+
+
 def _form(linear: nn.Module) -> tuple:
     """What must agree for rows to be stacked."""
     if isinstance(linear, nn.QuantizedLinear):

@@ -125,7 +125,10 @@ class Transformer(nn.Module):
 
     def head(self, x: mx.array) -> mx.array:
         """Final norm and head: `(..., dim)` of the residual stream -> logits `(..., vocab_size)`."""
-        x = self.norm(x)
+        return self.unembed(self.norm(x))
+
+    def unembed(self, x: mx.array) -> mx.array:
+        """The head alone, for what is normed already: `(..., dim)` -> `(..., vocab_size)`."""
         return self.tok_embeddings.as_linear(x) if self.args.tie_word_embeddings else self.output(x)
 
     def make_cache(self) -> list[KVCache]:

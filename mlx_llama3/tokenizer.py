@@ -48,6 +48,7 @@ class Tokenizer:
         add_bos: whether the model expects `bos_id` before every text. If so, prompts begin with exactly one.
         special_tokens: control tokens, name -> id.
         stop_ids: ids after which an answer is over.
+        chat_templates: the Jinja templates by name, none for the official format.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Tokenizer:
         templates = templates or {}
         declared = frozenset(vocabulary.eos_ids).union(stop_ids)
         self.vocabulary = vocabulary
+        self.chat_templates = templates
         self.vocab_size = len(vocabulary.tokens)
         self.bos_id = vocabulary.bos_id
         self.add_bos = vocabulary.add_bos
@@ -71,7 +73,7 @@ class Tokenizer:
         self._named = {**vocabulary.special, **vocabulary.added}
         self._added = matcher(vocabulary.added)
         self._encoding = tiktoken.Encoding(
-            source, pat_str=vocabulary.pre_tokenizer.pattern, mergeable_ranks=dict(vocabulary.ranks), special_tokens={}
+            source, pat_str=vocabulary.pre_tokenizer.pattern, mergeable_ranks=vocabulary.ranks, special_tokens={}
         )
         self._source = source
         self._format = self._choose_format(templates, variables or {}, declared)
@@ -165,7 +167,7 @@ class Tokenizer:
             ids = [self.vocabulary.ids[rank] for rank in ids]
         if max(ids, default=0) < self.vocab_size:
             return ids
-        # A byte that is no token (SmolLM: six control characters) is unknown, or dropped as the library `tokenizers` does.
+        # A byte that is no token (SmolLM: of six control characters) is unknown, or dropped, as in `tokenizers`.
         unknown = [] if self.vocabulary.unknown_id is None else [self.vocabulary.unknown_id]
         return list(chain.from_iterable([n] if n < self.vocab_size else unknown for n in ids))
 

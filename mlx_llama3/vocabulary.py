@@ -30,7 +30,7 @@ class Vocabulary:
     """
 
     tokens: Sequence[bytes] = field(repr=False)
-    ranks: Mapping[bytes, int] = field(repr=False)
+    ranks: dict[bytes, int] = field(repr=False)
     special: Mapping[str, int] = field(repr=False)
     added: Mapping[str, int] = field(repr=False)
     pre_tokenizer: PreTokenizer = field(repr=False)

@@ -74,15 +74,15 @@ class _EmbeddingTap:
     """Shows the first stream; everything else of the embedding (a tied head) goes through."""
 
     def __init__(self, module: Any, seen: Callable[[mx.array], None]) -> None:
-        self._module, self._seen = module, seen
+        self.module, self._seen = module, seen
 
     def __call__(self, tokens: mx.array) -> mx.array:
-        x = self._module(tokens)
+        x = self.module(tokens)
         self._seen(x)
         return x
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
+        return getattr(self.module, name)
 
 
 def squared_norm(x: mx.array) -> mx.array:

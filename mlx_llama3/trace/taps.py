@@ -30,7 +30,9 @@ class Tap:
         return self._hook(self.module(x, *rest))
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.module, name)  # `weight`, and `as_linear` of a tied embedding
+        if name == "module":  # while being copied
+            raise AttributeError(name)
+        return getattr(self.module, name)
 
 
 def tapped(model: Transformer, hook: Hook, *, names: tuple[str, ...] = NAMES, layers: Any = None) -> Transformer:
@@ -47,19 +49,23 @@ def tapped(model: Transformer, hook: Hook, *, names: tuple[str, ...] = NAMES, la
 
 
 def _tap_block(block: TransformerBlock, layer: int, hook: Hook, names: tuple[str, ...]) -> Any:
-    def told(name: str) -> Callable[[mx.array], mx.array]:
-        return lambda value: hook(layer, name, value)
+    def tap(name: str, *, on_input: bool = False) -> Callable[[Any], Any]:
+        if name not in names:
+            return lambda module: module
+        return lambda module: Tap(module, lambda value: hook(layer, name, value), on_input=on_input)
 
-    twin = copy.copy(block)
-    if "z" in names:
-        twin.attention = copy.copy(twin.attention)
-        twin.attention.wo = Tap(twin.attention.wo, told("z"), on_input=True)
-    if "attn_out" in names:
-        twin.attention = Tap(twin.attention, told("attn_out"))
-    if "resid_mid" in names:
-        twin.ffn_norm = Tap(twin.ffn_norm, told("resid_mid"), on_input=True)
-    if "mlp_out" in names:
-        twin.feed_forward = Tap(twin.feed_forward, told("mlp_out"))
-    if "resid_pre" in names:
-        twin = Tap(twin, told("resid_pre"), on_input=True)
-    return Tap(twin, told("resid_post")) if "resid_post" in names else twin
+    block = _replace(block, "attention", lambda attention: _replace(attention, "wo", tap("z", on_input=True)))
+    block = _replace(block, "attention", tap("attn_out"))
+    block = _replace(block, "ffn_norm", tap("resid_mid", on_input=True))
+    block = _replace(block, "feed_forward", tap("mlp_out"))
+    return tap("resid_post")(tap("resid_pre", on_input=True)(block))
+
+
+def _replace(module: Any, name: str, make: Callable[[Any], Any]) -> Any:
+    """A copy of `module` whose part `name` is `make(part)`; inside the taps that already stand around it."""
+    twin = copy.copy(module)
+    if isinstance(module, Tap):
+        twin.module = _replace(module.module, name, make)
+    else:
+        setattr(twin, name, make(getattr(module, name)))
+    return twin

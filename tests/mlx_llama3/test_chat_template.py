@@ -45,7 +45,8 @@ TEMPLATES = {
   {% endfor %}
 end
 """,
-    "namespace and macros": """{% set ns = namespace(last=none) %}{% macro say(m) %}[{{ m.role }}: {{ m.content }}]{% endmacro %}
+    "namespace and macros": """{% set ns = namespace(last=none) %}
+{% macro say(m) %}[{{ m.role }}: {{ m.content }}]{% endmacro %}
 {% for m in messages | selectattr("role", "equalto", "user") %}{% set ns.last = m %}{{ say(m) }}{% endfor %}
 {{ ns.last.content.split("</think>")[-1] }}{{ documents is none }}{{ eos_token is defined }}""",
 }

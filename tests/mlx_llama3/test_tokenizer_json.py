@@ -23,7 +23,7 @@ SMALL = json.loads(small_bpe().to_str())
 def read(folder, document=None, **files):
     """Read a folder with this `tokenizer.json`, and other files by their name without `.json`."""
     for name, content in {"tokenizer": SMALL if document is None else document, **files}.items():
-        (folder / f"{name}.json").write_text(json.dumps(content))
+        (folder / f"{name}.json").write_text(json.dumps(content, ensure_ascii=False))
     return Vocabulary.from_tokenizer_json(folder / "tokenizer.json")
 
 

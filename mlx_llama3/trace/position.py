@@ -1,0 +1,62 @@
+"""One position of a sequence, looked at again: every state of its pass, from the cache of what came before."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from mlx_llama3.cache import KVCache
+from mlx_llama3.decoding import prefill
+from mlx_llama3.errors import UserError
+from mlx_llama3.model import Transformer
+from mlx_llama3.trace.taps import NAMES, tapped
+
+
+@dataclass(frozen=True)
+class Position:
+    """What a position's pass went through. Arrays are `(n_layers, dim)`, `z` `(n_layers, n_heads * head_dim)`.
+
+    `states` by TransformerLens's names: resid_pre, z (what the heads hand to `wo`), attn_out, resid_mid, mlp_out,
+    resid_post. `cache` holds the positions up to and including this one.
+    """
+
+    model: Transformer
+    index: int
+    states: dict[str, mx.array]
+    cache: list[KVCache]
+
+    @property
+    def logits(self) -> mx.array:
+        """Of the next token, `(vocab,)`."""
+        return self.model.head(self.states["resid_post"][-1])
+
+
+def look(model: Transformer, ids: Sequence[int], index: int, *, cache: list[KVCache] | None = None) -> Position:
+    """Run position `index` of `ids` again and keep its states.
+
+    Args:
+        ids: the sequence; what follows `index` plays no part.
+        index: from 0; negative counts from the end.
+        cache: one that holds (at least) the positions before `index` of the same ids, as a conversation's does: then
+            this costs one decoded token. It is not changed. Without it the positions before are run first.
+
+    Raises:
+        UserError: there is no such position.
+    """
+    if not -len(ids) <= index < len(ids):
+        raise UserError(f"position {index} is not in a sequence of {len(ids)} tokens")
+    index %= len(ids)
+    if cache is not None and cache[0].offset >= index:
+        before = [entry.prefix(index) for entry in cache]
+    else:
+        before = model.make_cache()
+        if index:
+            mx.eval(prefill(model, ids[:index], before))
+    states: dict[str, list[mx.array]] = {name: [] for name in NAMES}
+
+    def keep(_layer: int, name: str, value: mx.array) -> mx.array:
+        states[name].append(value[0, 0])
+        return value
+
+    tapped(model, keep).residual(mx.array([[ids[index]]]), index, before)
+    return Position(model, index, {name: mx.stack(rows) for name, rows in states.items()}, before)
