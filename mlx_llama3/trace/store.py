@@ -1,0 +1,116 @@
+"""A trace: the norms of every layer and token of a run, and what else was asked for, in memory and as safetensors."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from mlx_llama3.errors import UserError
+from mlx_llama3.trace.norms import POINTS
+
+FORMAT = "mlx-llama3 trace 1"
+# A trace that claims more than this is refused before anything of it is read.
+MAX_BYTES = 8 << 30
+
+
+@dataclass
+class Trace:
+    """What was measured, by position; the tokens that were fed and so have norms.
+
+    tokens: `(T,)` int32. pieces: the text of each token, as the tokenizer writes it. norms: float32 `(5, L, T)` in the
+    order of `POINTS`. extra: `resid_post` `(L, T, dim)`, `logits` `(T, vocab)`, `attention/N` `(n_heads, T, T)`, as far
+    as they were asked for, float32. settings: what the run was made with.
+    """
+
+    model: str
+    tokens: np.ndarray
+    pieces: list[str]
+    norms: np.ndarray
+    extra: dict[str, np.ndarray] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def empty(cls, model: str, n_layers: int, settings: dict[str, Any] | None = None) -> "Trace":
+        """A trace of nothing yet, to be extended while a model runs."""
+        return cls(
+            model, np.zeros(0, np.int32), [], np.zeros((len(POINTS), n_layers, 0), np.float32), {}, settings or {}
+        )
+
+    def extend(self, tokens: Sequence[int], pieces: Sequence[str], norms: np.ndarray) -> None:
+        """Append positions: their ids, texts and norms `(5, L, len(tokens))`."""
+        self.tokens = np.append(self.tokens, np.array(tokens, np.int32))
+        self.pieces = [*self.pieces, *pieces]
+        self.norms = np.concatenate([self.norms, norms], axis=-1)
+
+    def cut(self, length: int) -> None:
+        """Forget positions from `length` on, as a conversation does when it is edited."""
+        self.tokens, self.pieces, self.norms = self.tokens[:length], self.pieces[:length], self.norms[..., :length]
+        self.extra = {}
+
+    def norm(self, point: str) -> np.ndarray:
+        """Float32 `(L, T)` of one of `POINTS`."""
+        return self.norms[POINTS.index(point)]
+
+    def save(self, path: Path) -> None:
+        """Write a safetensors file: `tokens`, `norm/...` of each point, the extras; the rest in its metadata."""
+        tensors = {"tokens": self.tokens} | {f"norm/{point}": self.norm(point).copy() for point in POINTS} | self.extra
+        metadata = {
+            "format": FORMAT,
+            "model": self.model,
+            "pieces": json.dumps(self.pieces),
+            "settings": json.dumps(self.settings),
+        }
+        whole = path.with_name(f".{path.name}.part")
+        try:
+            save_file({name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}, whole, metadata)
+            whole.replace(path)
+        except OSError as error:
+            raise UserError(f"{path}: cannot be written: {error.strerror}") from None
+        finally:
+            whole.unlink(missing_ok=True)
+
+
+def load_trace(path: Path) -> Trace:
+    """Read a file that `Trace.save` wrote.
+
+    Raises:
+        UserError: no such file, no trace, or one whose tensors do not fit together; names the file and the tensor.
+    """
+    if not path.is_file():
+        raise UserError(f"{path}: no such file")
+    if path.stat().st_size > MAX_BYTES:
+        raise UserError(f"{path}: larger than {MAX_BYTES >> 30} GB, which no trace is")
+    try:
+        with safe_open(path, "numpy") as file:
+            metadata = file.metadata() or {}
+            if metadata.get("format") != FORMAT:
+                raise UserError(f"{path}: not a trace of this program; expected what mlx-llama3 trace --out writes")
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path}: cannot be read as safetensors: {error}") from None
+    return _assemble(path, metadata, tensors)
+
+
+def _assemble(path: Path, metadata: dict[str, str], tensors: dict[str, np.ndarray]) -> Trace:
+    for name in ("tokens", *(f"norm/{point}" for point in POINTS)):
+        if name not in tensors:
+            raise UserError(f"{path}: tensor {name} is missing; the file is damaged")
+    tokens = tensors.pop("tokens")
+    norms = [tensors.pop(f"norm/{point}") for point in POINTS]
+    for point, norm in zip(POINTS, norms, strict=True):
+        if norm.shape != (norms[0].shape[0], len(tokens)) or norm.dtype != np.float32:
+            raise UserError(
+                f"{path}: norm/{point} is {norm.dtype}{norm.shape}, expected float32 (layers, {len(tokens)})"
+            )
+    try:
+        pieces, settings = json.loads(metadata["pieces"]), json.loads(metadata["settings"])
+    except (KeyError, json.JSONDecodeError):
+        raise UserError(f"{path}: its metadata has no readable pieces and settings; the file is damaged") from None
+    if not isinstance(pieces, list) or len(pieces) != len(tokens) or not isinstance(settings, dict):
+        raise UserError(f"{path}: {len(tokens)} tokens, but metadata for another number; the file is damaged")
+    return Trace(metadata.get("model", ""), tokens, pieces, np.stack(norms), tensors, settings)
