@@ -14,7 +14,7 @@ help:
 	@echo "make test         all tests"
 	@echo "make lint         ruff's checks and format"
 	@echo "make bench        speed beside mlx-lm"
-	@echo "make test-peers   tests beside torch and llama.cpp (large downloads)"
+	@echo "make test-peers   tests beside llama.cpp, which is compiled first (minutes)"
 	@echo "make clean        remove .venv and what tools left behind"
 
 # exec: a shell in between would be killed by the Ctrl-C that only stops an answer.

@@ -82,7 +82,7 @@ class Chat:
 
     def status(self) -> str:
         """One line: the model, the use of the context, the speed of the last answer."""
-        speed = f" · {self.last.generation_tps:.1f} tokens/s" if self.last else ""
+        speed = f" · {self.last.generation_tps:.1f} tokens/s" if self.last and self.last.generation_tps else ""
         return f"{self.name} · {self.conversation.used}/{self.conversation.capacity} tokens of context{speed}"
 
     def answer(self, ask: Callable[..., Iterator[Step]]) -> None:

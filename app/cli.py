@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 COMMANDS = {
     "chat": ("app.chat_command", "talk with a model in the terminal"),
     "generate": ("app.generate_command", "answer one prompt and end"),
+    "trace": ("app.trace_command", "write what a model does inside to a file, or show such a file"),
     "convert": ("convert.arguments", "turn a published checkpoint into a model folder"),
 }
 

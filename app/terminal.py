@@ -16,6 +16,7 @@ from prompt_toolkit.formatted_text import ANSI
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.output import ColorDepth
+from prompt_toolkit.output.vt100 import Vt100_Output
 from prompt_toolkit.styles import Style
 
 from app.options import SETTINGS
@@ -53,6 +54,7 @@ class Terminal:
             key_bindings=_key_bindings(),
             bottom_toolbar=lambda: f" {status()} ",
             style=Style([("bottom-toolbar", "noreverse fg:ansibrightblack"), ("bottom-toolbar.text", "")]),
+            output=Output.from_pty(sys.stdout, term=os.environ.get("TERM")),
             color_depth=None if self._coloured else ColorDepth.DEPTH_1_BIT,
         )
         while True:
@@ -108,6 +110,18 @@ class Terminal:
 
     def _styled(self, text: str, style: str) -> str:
         return f"{style}{text}{PLAIN}" if self._coloured else text
+
+
+class Output(Vt100_Output):
+    """A terminal that is never asked where its cursor is.
+
+    prompt_toolkit shows no status line until the terminal has answered that, and some never do. Without the answer the
+    status stands right below the input instead of at the foot of the screen.
+    """
+
+    def get_rows_below_cursor_position(self) -> int:
+        """Rows that are surely there."""
+        return 1
 
 
 class CommandCompleter(Completer):

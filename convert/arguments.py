@@ -37,6 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--keep-embeddings", action="store_true", help="do not quantize the embedding")
     parser.add_argument("--keep-head", action="store_true", help="do not quantize the output head")
+    parser.add_argument(
+        "--adapter", metavar="FOLDER", type=Path, help="fuse a LoRA adapter of PEFT or mlx-lm into the weights"
+    )
     parser.add_argument("--dequantize", action="store_true", help="unpack what the source holds quantized")
     parser.add_argument(
         "--exact-scales",
@@ -76,6 +79,7 @@ def run(args: argparse.Namespace) -> int:
         dtype=args.dtype,
         recipe=recipe,
         dequantize=args.dequantize,
+        adapter=args.adapter,
         rope_factor=args.rope_factor,
         exact_scales=args.exact_scales,
         overwrite=args.overwrite,

@@ -16,6 +16,7 @@ import mlx.core as mx
 from tqdm import tqdm
 
 from convert.blocks import read_blocks
+from convert.lora import with_adapter
 from convert.open_source import open_source
 from convert.plan import Plan, Step, make_plan
 from convert.recipe import Recipe
@@ -40,6 +41,7 @@ def convert(
     dtype: str | None = None,
     recipe: Recipe | None = None,
     dequantize: bool = False,
+    adapter: Path | str | None = None,
     rope_factor: float | None = None,
     exact_scales: bool = False,
     overwrite: bool = False,
@@ -53,6 +55,7 @@ def convert(
         dtype: "float16", "bfloat16" or "float32" for values and scales; None keeps the source's.
         recipe: how to quantize (`recipe.make_recipe`); None keeps matrices as the source holds them.
         dequantize: unpack matrices that the source holds quantized.
+        adapter: a folder with a LoRA adapter, of PEFT or mlx-lm, to fuse into the weights.
         rope_factor: overrides the factor of the scaled RoPE of Meta's checkpoints.
         exact_scales: float32 scales for GGUF types whose scales need them.
         overwrite: replace an existing target, at the end.
@@ -66,6 +69,8 @@ def convert(
     target = Path(target)
     check_target(target, overwrite=overwrite)
     opened = open_source(source, rope_factor=rope_factor, exact_scales=exact_scales)
+    if adapter is not None:
+        opened = with_adapter(opened, Path(adapter))
     plan = make_plan(opened, dtype=dtype, recipe=recipe, dequantize=dequantize)
     _check_disk(plan, target)
     with staged_folder(target, overwrite=overwrite) as folder:

@@ -165,9 +165,7 @@ def _packing_notes(model: GGUFModel, exact_scales: bool) -> list[str]:
         if name in WIDE_SCALES and not exact_scales:
             samples = [rounding_error(tensor.read_rows(0, min(SAMPLE_ROWS, tensor.n_rows)), name) for tensor in tensors]
             worst = f"relative RMS error at most {max(samples):.1e} in the first {SAMPLE_ROWS} rows of each"
-            notes.append(f"{count}: scales rounded to float16 ({worst}); float32 scales keep every value")
+            notes.append(f"{count}: kept packed, their scales are rounded to float16 ({worst}); see --exact-scales")
         elif name not in AFFINE_BITS and name not in DENSE:
-            notes.append(
-                f"{count}: MLX has no groups of 16 weights, so they are quantized anew at {REPACKED.bits} bits"
-            )
+            notes.append(f"{count}: kept packed, they have {REPACKED.bits} bits, as MLX has no groups of 16 weights")
     return notes

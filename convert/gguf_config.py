@@ -9,7 +9,7 @@ import numpy as np
 
 from convert.gguf_reader import GGUFError, GGUFTensor
 from convert.gguf_rope import ORIGINAL_MAX_POSITION, scaling_from_factors
-from mlx_llama3.config import ModelArgs, RopeScaling
+from mlx_llama3.config import ConfigError, ModelArgs, RopeScaling
 
 ROPE_FACTORS = "rope_freqs.weight"
 # Llama 3.1 and later by their metadata: 3.0 has the same base with a context of 8192, stretched fine-tunes of 3.0 have
@@ -37,33 +37,37 @@ def args_from_gguf(
         source: the file, for messages.
 
     Raises:
-        GGUFError: another architecture, a key that is missing, of the wrong type or not supported.
-        ConfigError: numbers that do not go together.
+        GGUFError: another architecture, a key that is missing, of the wrong type or not supported, numbers that do not
+            go together.
     """
     keys = _Keys(metadata, source)
     architecture = keys.text("general.architecture")
     if architecture != "llama":
         raise GGUFError(
-            f"{source}: general.architecture is {architecture!r}; only models of architecture 'llama' run here"
+            f"{source}: general.architecture is {architecture!r:.60}; only models of architecture 'llama' run here"
         )
     for key, neutral in FOREIGN_KEYS.items():
         value = metadata.get(f"llama.{key}")
         if value not in (None, 0, neutral):
             raise GGUFError(f"{source}: llama.{key} is {value!r:.60}: this model is not of the Llama 3 architecture")
     dim, n_heads = keys.count("llama.embedding_length"), keys.count("llama.attention.head_count")
-    args = ModelArgs(
-        dim=dim,
-        n_layers=_layers(keys, tensors),
-        n_heads=n_heads,
-        n_kv_heads=keys.count("llama.attention.head_count_kv", n_heads),
-        head_dim=_head_dim(keys, dim, n_heads),
-        hidden_dim=keys.count("llama.feed_forward_length"),
-        vocab_size=_vocab_size(keys, tensors),
-        norm_eps=keys.positive("llama.attention.layer_norm_rms_epsilon"),
-        rope_theta=keys.positive("llama.rope.freq_base"),
-        max_seq_len=keys.count("llama.context_length"),
-        tie_word_embeddings="output.weight" not in tensors,
-    )
+    fields = {
+        "dim": dim,
+        "n_layers": _layers(keys, tensors),
+        "n_heads": n_heads,
+        "n_kv_heads": keys.count("llama.attention.head_count_kv", n_heads),
+        "head_dim": _head_dim(keys, dim, n_heads),
+        "hidden_dim": keys.count("llama.feed_forward_length"),
+        "vocab_size": _vocab_size(keys, tensors),
+        "norm_eps": keys.positive("llama.attention.layer_norm_rms_epsilon"),
+        "rope_theta": keys.positive("llama.rope.freq_base"),
+        "max_seq_len": keys.count("llama.context_length"),
+        "tie_word_embeddings": "output.weight" not in tensors,
+    }
+    try:
+        args = ModelArgs(**fields)
+    except ConfigError as error:
+        raise GGUFError(f"{source}: {error}") from error
     scaling, notes = _rope_scaling(keys, tensors, args)
     return replace(args, rope_scaling=scaling), notes
 

@@ -36,7 +36,7 @@ def read_gguf(path: Path) -> GGUFModel:
         tensors |= header.tensors
     stated = headers[0].metadata.get("split.tensors.count", len(tensors))
     if stated != len(tensors):
-        raise GGUFError(f"{files[0]}: split.tensors.count is {stated!r}, the parts hold {len(tensors)} tensors")
+        raise GGUFError(f"{files[0]}: split.tensors.count is {stated!r:.60}, the parts hold {len(tensors)} tensors")
     return GGUFModel(files, headers[0].metadata, tensors)
 
 
@@ -69,6 +69,10 @@ def _parts(path: Path) -> tuple[Path, ...]:
 def _check_part(header: GGUFHeader, number: int, count: int) -> None:
     stated = header.metadata.get("split.count", 0)
     if stated != count and not (stated == 0 and count == 1):
-        raise GGUFError(f"{header.path}: split.count is {stated!r}, its name says {count}; keep the name it was given")
+        raise GGUFError(
+            f"{header.path}: split.count is {stated!r:.60}, its name says {count}; keep the name it was given"
+        )
     if header.metadata.get("split.no", number) != number:
-        raise GGUFError(f"{header.path}: split.no is {header.metadata['split.no']!r}, its name says part {number + 1}")
+        raise GGUFError(
+            f"{header.path}: split.no is {header.metadata['split.no']!r:.60}, its name says part {number + 1}"
+        )

@@ -6,6 +6,7 @@ Keys: llama.cpp `gguf-py/gguf/constants.py`; values as `convert_hf_to_gguf.py` w
 from typing import Any
 
 from convert.gguf_reader import GGUFError
+from convert.gguf_rope import ORIGINAL_MAX_POSITION
 from mlx_llama3.byte_level import to_text
 from mlx_llama3.byte_pairs import to_merges
 from mlx_llama3.config import ModelArgs
@@ -18,8 +19,15 @@ _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
 
 
 def model_metadata(args: ModelArgs, name: str, type_name: str) -> dict[str, Any]:
-    """The keys `general.*` and `llama.*`. RoPE scaling is not here: it is the tensor `rope_freqs.weight`."""
-    return {
+    """The keys `general.*` and `llama.*`.
+
+    RoPE scaling is the tensor `rope_freqs.weight`; the one number that cannot be found from it is here, if it is not
+    Llama's.
+    """
+    scaling = args.rope_scaling
+    unusual = scaling is not None and scaling.original_max_position != ORIGINAL_MAX_POSITION
+    original = {"llama.rope.scaling.original_context_length": scaling.original_max_position} if unusual else {}
+    return original | {
         "general.architecture": "llama",
         "general.type": "model",
         "general.name": name,

@@ -5,6 +5,7 @@ llama.cpp `ggml/src/ggml-quants.c`, `quantize_row_q8_0_ref` and `quantize_row_q4
 
 import numpy as np
 
+from convert.gguf_quants import CHUNK_VALUES, extremes
 from convert.gguf_types import LAYOUTS
 
 TYPES = ("F16", "Q8_0", "Q4_1")
@@ -14,15 +15,17 @@ _GROUP = 32
 def quantize(values: np.ndarray, type_name: str) -> np.ndarray:
     """Pack float32 rows (rows, columns) as stored rows: uint8 (rows, row bytes).
 
-    Columns must be a multiple of the type's block (32). Values must be finite; those beyond the range of float16 become
-    infinite scales (or values), which the caller must look for.
+    Columns must be a multiple of the type's block (32). Values that are not finite or beyond the range of float16
+    give such values or scales, which the caller must look for.
     """
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
         if type_name == "F16":
             return values.astype("<f2").view(np.uint8)
-        groups = values.reshape(-1, _GROUP)
+        groups, fill = values.reshape(-1, _GROUP), _fill_q8_0 if type_name == "Q8_0" else _fill_q4_1
         blocks = np.empty(len(groups), LAYOUTS[type_name].fields)
-        (_fill_q8_0 if type_name == "Q8_0" else _fill_q4_1)(blocks, groups)
+        step = CHUNK_VALUES // _GROUP
+        for start in range(0, len(groups), step):
+            fill(blocks[start : start + step], groups[start : start + step])
     return blocks.view(np.uint8).reshape(len(values), -1)
 
 
@@ -57,7 +60,8 @@ def _inverse(scale: np.ndarray) -> np.ndarray:
 
 
 def _fill_q8_0(blocks: np.ndarray, groups: np.ndarray) -> None:
-    scale = np.abs(groups).max(axis=1) / np.float32(127)
+    low, high = extremes(groups)
+    scale = np.abs(np.maximum(-low, high)) / np.float32(127)
     scaled = groups * _inverse(scale)
     # Halves are rounded away from zero, where np.rint would take the even neighbour.
     q = np.trunc(scaled)
@@ -67,8 +71,8 @@ def _fill_q8_0(blocks: np.ndarray, groups: np.ndarray) -> None:
 
 
 def _fill_q4_1(blocks: np.ndarray, groups: np.ndarray) -> None:
-    low = groups.min(axis=1)
-    scale = (groups.max(axis=1) - low) / np.float32(15)
+    low, high = extremes(groups)
+    scale = (high - low) / np.float32(15)
     scaled = (groups - low[:, None]) * _inverse(scale) + np.float32(0.5)
     q = np.minimum(scaled.astype(np.uint8), 15)
     blocks["d"], blocks["m"] = scale, low

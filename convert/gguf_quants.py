@@ -45,6 +45,11 @@ class _Groups(NamedTuple):
     bias: np.ndarray | None
 
 
+# Scales of a damaged file may be infinite or NaN. The caller looks for them; warnings on the way would be noise.
+_QUIETLY = np.errstate(over="ignore", invalid="ignore")
+
+
+@_QUIETLY
 def dequantize(raw: np.ndarray, type_name: str) -> np.ndarray:
     """Unpack rows as stored, (rows, row bytes) uint8, to float32 (rows, columns).
 
@@ -68,7 +73,8 @@ def dequantize(raw: np.ndarray, type_name: str) -> np.ndarray:
     return out.reshape(raw.shape[0], -1)
 
 
-def to_affine(raw: np.ndarray, type_name: str, scale_dtype: type | None = None) -> Affine:
+@_QUIETLY
+def to_affine(raw: np.ndarray, type_name: str, scale_dtype: type = np.float16) -> Affine:
     """Repack rows as stored, (rows, row bytes) uint8, as MLX affine groups of 32; `type_name` is in `AFFINE_BITS`.
 
     With scales of float32 every value is exactly `dequantize`'s. In float16, the default, that still holds for all
@@ -80,19 +86,19 @@ def to_affine(raw: np.ndarray, type_name: str, scale_dtype: type | None = None) 
     blocks = raw.reshape(-1).view(LAYOUTS[type_name].fields)
     n_groups = LAYOUTS[type_name].values // AFFINE_GROUP
     weight = np.empty((blocks.size, n_groups * bits), np.uint32)
-    scales = np.empty((blocks.size, n_groups), scale_dtype or np.float16)
+    scales = np.empty((blocks.size, n_groups), scale_dtype)
     biases = np.empty_like(scales)
     step = CHUNK_VALUES // LAYOUTS[type_name].values
     for start in range(0, blocks.size, step):
         chunk = slice(start, start + step)
         groups = _UNPACK[type_name](blocks[chunk])
         weight[chunk] = _pack(groups.q, bits).reshape(-1, n_groups * bits)
-        with np.errstate(over="ignore"):
-            scales[chunk] = groups.scale
-            biases[chunk] = -groups.scale * groups.zero if groups.bias is None else groups.bias
+        scales[chunk] = groups.scale
+        biases[chunk] = -groups.scale * groups.zero if groups.bias is None else groups.bias
     return Affine(weight.reshape(rows, -1), scales.reshape(rows, -1), biases.reshape(rows, -1))
 
 
+@_QUIETLY
 def to_affine_anew(values: np.ndarray) -> Affine:
     """Quantize float32 (rows, columns) to 8 bits in groups of 32 with float16 scales and biases.
 
@@ -112,14 +118,18 @@ def to_affine_anew(values: np.ndarray) -> Affine:
 
 
 def _nearest_8_bit(groups: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    low, high = groups.min(axis=1), groups.max(axis=1)
-    with np.errstate(over="ignore", invalid="ignore"):
-        bias = _round_up(-low)
-        span = high + bias
-        scale = _round_up(span / np.float32(255))
-        inverse = np.divide(1, scale, out=np.zeros_like(scale), where=scale != 0)
-        q = np.rint((groups + bias[:, None]) * inverse[:, None]).clip(0, 255).astype(np.uint8)
+    low, high = extremes(groups)
+    bias = _round_up(-low)
+    scale = _round_up((high + bias) / np.float32(255))
+    inverse = np.divide(1, scale, out=np.zeros_like(scale), where=scale != 0)
+    q = np.rint((groups + bias[:, None]) * inverse[:, None]).clip(0, 255).astype(np.uint8)
     return q, scale, -bias
+
+
+def extremes(groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Least and greatest value of every row; across rows numpy finds them six times as fast as along short ones."""
+    columns = np.ascontiguousarray(groups.T)
+    return columns.min(axis=0), columns.max(axis=0)
 
 
 def _round_up(values: np.ndarray) -> np.ndarray:

@@ -271,7 +271,7 @@ def _alignment(cursor: _Cursor, metadata: dict[str, Any]) -> int:
     valid = isinstance(alignment, int) and 8 <= alignment <= MAX_HEADER and alignment & (alignment - 1) == 0
     if not valid:
         cursor.item = "metadata key 'general.alignment'"
-        cursor.fail(f"is {alignment!r}, expected a power of two from 8 on; the file is damaged")
+        cursor.fail(f"is {alignment!r:.60}, expected a power of two from 8 on; the file is damaged")
     return alignment
 
 

@@ -35,10 +35,10 @@ class SourceTensor:
     """One whole tensor of a checkpoint, under its Hugging Face name, not yet read.
 
     `rows(start, stop)` returns rows `start` to `stop` (of axis 0) as an array of `dtype` and shape
-    (stop - start, *shape[1:]); any range is allowed, and nothing is kept between calls. If the checkpoint holds the
-    tensor packed in a way that MLX reads without loss, `quantization` says how and `quantized_rows(start, stop)`
-    returns the packed rows; `rows` then returns the same values unpacked, in `dtype`, which may be wider than that of
-    the scales.
+    (stop - start, *shape[1:]), or of float32 if the values were computed on the way; any range is allowed, and nothing
+    is kept between calls. If the checkpoint holds the tensor packed in a way that MLX reads without loss,
+    `quantization` says how and `quantized_rows(start, stop)` returns the packed rows; `rows` then returns the same
+    values unpacked, in `dtype`, which may be wider than that of the scales.
 
     `origin` names the file (or files) and the tensor's name in it, for messages. `checksums` are those that the files
     state for the bytes behind this tensor.

@@ -2,10 +2,13 @@
 
 import math
 import shutil
-from collections.abc import Iterator
-from dataclasses import replace
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import mlx.core as mx
 import numpy as np
@@ -18,11 +21,13 @@ from convert.gguf_quants import is_finite
 from convert.gguf_rope import rope_factors
 from convert.gguf_types import LAYOUTS
 from convert.gguf_writer import Output, file_size, write_gguf
+from convert.open_source import open_source
 from convert.source import Source, SourceTensor
 from convert.staged_file import staged_file
-from mlx_llama3.config import ModelArgs
+from mlx_llama3.config import ModelArgs, read_json
 from mlx_llama3.errors import UserError
 from mlx_llama3.names import hf_to_gguf
+from mlx_llama3.tokenizer import load_tokenizer
 from mlx_llama3.vocabulary import Vocabulary
 
 # Elements of a block of rows: 16 MB in float32.
@@ -31,7 +36,80 @@ BLOCK_ELEMENTS = 1 << 22
 EIGHT_BIT = ("model.embed_tokens.weight", "lm_head.weight")
 
 
+@dataclass(frozen=True)
+class GGUFReport:
+    """The outcome: what was read, and how many tensors of which type were written."""
+
+    kind: str
+    target: Path
+    types: Mapping[str, int]
+    nbytes: int
+    seconds: float
+    notes: Sequence[str] = ()
+
+    def __str__(self) -> str:
+        types = ", ".join(f"{count} {name}" for name, count in self.types.items())
+        lines = [
+            f"{self.target}: GGUF, {types}, {self.nbytes / 1e9:.2f} GB",
+            f"from {self.kind}",
+            f"{self.seconds:.1f} s, {self.nbytes / 1e6 / max(self.seconds, 1e-9):.0f} MB/s",
+            *(f"note: {note}" for note in self.notes),
+        ]
+        return "\n".join(lines)
+
+
 def to_gguf(
+    source: Path | str,
+    target: Path | str,
+    *,
+    type_name: str = "F16",
+    rope_factor: float | None = None,
+    overwrite: bool = False,
+    progress: bool = True,
+) -> GGUFReport:
+    """Write any checkpoint that `open_source` opens as one GGUF file, with its tokenizer and chat template.
+
+    Args:
+        source: the checkpoint: a folder or a `.gguf` file.
+        target: the file; it appears at the end, whole.
+        type_name: of the matrices: "F16", "Q8_0" or "Q4_1".
+        rope_factor: overrides the factor of the scaled RoPE of Meta's checkpoints.
+        overwrite: replace an existing file, at the end.
+        progress: show a bar on standard error, if that is a terminal.
+
+    Raises:
+        UserError: an unknown type; a source that is damaged or has no tokenizer; an existing target; too little disk; a
+            value that is not finite, or too large for float16. Nothing is left behind.
+    """
+    started = time.perf_counter()
+    opened, target = open_source(source, rope_factor=rope_factor), Path(target)
+    vocabulary, template = _tokenizer(opened)
+    options = {"type_name": type_name, "chat_template": template, "overwrite": overwrite, "progress": progress}
+    types = write_model(opened, vocabulary, target, **options)
+    seconds = time.perf_counter() - started
+    return GGUFReport(opened.kind, target, types, target.stat().st_size, seconds, opened.notes)
+
+
+def _tokenizer(source: Source) -> tuple[Vocabulary, str | None]:
+    """The vocabulary and chat template of the files that the source would write into a model folder."""
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        if not source.write_tokenizer(folder):
+            raise UserError(
+                f"{source.path}: has no tokenizer, which llama.cpp needs; put tokenizer.json beside the weights"
+            )
+        tokenizer = load_tokenizer(folder)
+        vocabulary = tokenizer.vocabulary
+        if vocabulary.merges is None and (folder / "tokenizer.json").exists():
+            # The ranks give merges that mean the same, but several times as many.
+            written = read_json(folder / "tokenizer.json")["model"]["merges"]
+            # Current files write pairs, older ones "left right".
+            merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in written]
+            vocabulary = replace(vocabulary, merges=merges)
+    return vocabulary, tokenizer.chat_templates.get("default")
+
+
+def write_model(
     source: Source,
     vocabulary: Vocabulary,
     target: Path,
@@ -40,22 +118,14 @@ def to_gguf(
     chat_template: str | None = None,
     overwrite: bool = False,
     progress: bool = True,
-) -> None:
-    """Write a checkpoint as one GGUF file; it appears at `target` when it is whole.
+) -> Mapping[str, int]:
+    """Write an open checkpoint as one GGUF file; returns how many tensors of which type.
 
     Vectors are F32. Matrices have `type_name`, but for those whose rows are not whole blocks of 32 (F16), and for the
     embedding and the head of a Q4_1 file (Q8_0). Matrices that the source holds in MLX's 4-bit affine packing become
     Q4_1 without a change of value, if their scales and biases are float16 numbers.
 
-    Args:
-        type_name: "F16", "Q8_0" or "Q4_1".
-        chat_template: the Jinja text for `tokenizer.chat_template`.
-        overwrite: replace an existing file, at the end.
-        progress: show a bar on standard error, if that is a terminal.
-
-    Raises:
-        UserError: an unknown type, an existing target, too little disk; a value that is not finite, or too large for
-            float16.
+    `chat_template` is the Jinja text of `tokenizer.chat_template`; the other options and errors are those of `to_gguf`.
     """
     if type_name not in TYPES:
         raise UserError(f"{type_name!r} is not a type that can be written; choose one of {', '.join(TYPES)}")
@@ -75,6 +145,7 @@ def to_gguf(
         )
         with bar:
             write_gguf(file, metadata, [replace(output, blocks=partial(_counted, output, bar)) for output in outputs])
+    return Counter(output.type for output in outputs)
 
 
 def _check_disk(target: Path, needed: int) -> None:

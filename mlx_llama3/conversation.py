@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mlx_llama3 import saved_conversation
+from mlx_llama3.cache import KVCache
 from mlx_llama3.errors import UserError
 from mlx_llama3.generation import Step, generate
 from mlx_llama3.model import Transformer
@@ -54,7 +55,8 @@ class Conversation:
     max_context: tokens to use at most; by default all that the model was trained for.
     settings: options of `generate` that hold for every turn; `send(text, **options)` overrides them.
 
-    `dropped` is the number of messages that the last `send` left out, `fed` that of the tokens it had to feed.
+    `dropped` is the number of messages that the last `send` left out, `fed` that of the tokens it had to feed, the last
+    of `prompt_ids`: all ids before its reply.
     Raises `UserError` for an unknown policy and for a context that is longer than the model's.
     """
 
@@ -77,6 +79,7 @@ class Conversation:
         self.settings = dict(settings or {})
         self.dropped = 0
         self.fed = 0
+        self.prompt_ids: list[int] = []
         self._system = system
         self._turns: list[Turn] = []
         self._cache = PrefixCache(model)
@@ -91,6 +94,11 @@ class Conversation:
     def ids(self) -> list[int]:
         """The token ids of the conversation up to the end of the last reply's content."""
         return [token for turn in self._turns for token in (*turn.prompt, *turn.reply)]
+
+    @property
+    def cache(self) -> list[KVCache]:
+        """What is kept of the positions so far, a layer each; for reading, as `trace.position.look` does."""
+        return self._cache.layers
 
     @property
     def used(self) -> int:
@@ -143,6 +151,16 @@ class Conversation:
         """Forget all turns. The system prompt stays, and so does its part of the cache."""
         self._settle()
         self._turns = []
+
+    def use(self, model: Transformer) -> None:
+        """Go on under another model with the same tokenizer, as what-if edits make it; the cache is filled anew."""
+        self._settle()
+        self.model, self._cache = model, PrefixCache(model)
+
+    def cut_cache(self, length: int) -> None:
+        """Forget what the cache holds from position `length` on, so that the next answer feeds (and traces) it."""
+        self._settle()
+        self._cache.cut(length)
 
     def to_json(self) -> str:
         """System prompt, messages and settings as the JSON text that `from_json` reads."""
@@ -232,7 +250,7 @@ class Conversation:
         if options["max_tokens"] is None or options["max_tokens"] > space:
             options["max_tokens"] = space
         new = self._cache.reuse(context)
-        self.fed = len(new)
+        self.fed, self.prompt_ids = len(new), context
         history = context[: -self.fed]
         tokens: list[int] = []
         steps = generate(self.model, self.tokenizer, new, cache=self._cache.layers, history=history, **options)

@@ -20,7 +20,7 @@ class PrefixCache:
         """
         limit = min(len(self.ids), len(ids) - 1)
         common = next((i for i in range(limit) if self.ids[i] != ids[i]), limit)
-        self._cut(common)
+        self.cut(common)
         return list(ids[common:])
 
     def record(self, ids: Sequence[int]) -> None:
@@ -30,9 +30,11 @@ class PrefixCache:
         disagree if it was interrupted inside a step; the shortest counts.
         """
         self.ids = list(ids)
-        self._cut(min(len(ids), *(layer.offset for layer in self.layers)))
+        self.cut(min(len(ids), *(layer.offset for layer in self.layers)))
 
-    def _cut(self, length: int) -> None:
+    def cut(self, length: int) -> None:
+        """Forget all from position `length` on; nothing, if the cache is shorter."""
+        length = min(length, len(self.ids))
         self.ids = self.ids[:length]
         for layer in self.layers:
             layer.trim(layer.offset - length)

@@ -1,5 +1,6 @@
 """`mlx-llama3 generate` with the demo model: the prompt in all its forms, the JSON object, and bad input."""
 
+import argparse
 import io
 import json
 import subprocess
@@ -9,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from app import cli, generate
+from app import cli, generate, prompt
 from mlx_llama3.errors import UserError
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "smollm2-greedy.json").read_text(encoding="utf-8"))
@@ -183,4 +184,4 @@ def test_models_that_are_none(name, capsys) -> None:
 def test_a_terminal_without_a_prompt_is_told_what_to_give(monkeypatch) -> None:
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
     with pytest.raises(UserError, match="give --prompt, --messages, --raw or --ids"):
-        generate._stdin_text()
+        prompt.prompt_messages(argparse.Namespace(messages=None, raw=None, ids=None, prompt=None, system=None))

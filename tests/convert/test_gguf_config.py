@@ -90,7 +90,7 @@ def test_missing_keys_are_named(read, key):
         ({"llama.embedding_length": True}, "'llama.embedding_length' is True"),
         ({"llama.embedding_length": 66}, "'llama.attention.key_length' is missing.*66 is not a multiple of 4"),
         ({"llama.attention.head_count": Typed(9, (5, [4, 2]))}, r"head_count' is \[4, 2\]"),
-        ({"llama.attention.head_count_kv": 3}, "n_heads 4 is not a multiple of n_kv_heads 3"),
+        ({"llama.attention.head_count_kv": 3}, "file.gguf: n_heads 4 is not a multiple of n_kv_heads 3"),
         ({"llama.rope.freq_base": -1.0}, "'llama.rope.freq_base' is -1.0, expected a positive number"),
         ({"llama.rope.freq_base": float("nan")}, "'llama.rope.freq_base' is nan"),
         ({"llama.rope.freq_base": float("inf")}, "'llama.rope.freq_base' is inf"),

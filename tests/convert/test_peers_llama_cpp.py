@@ -3,19 +3,14 @@
 import json
 from pathlib import Path
 
+import llama_cpp_record
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from convert.gguf_files import read_gguf
-from convert.open_source import open_source
 from convert.to_gguf import to_gguf
-from mlx_llama3.byte_level import ALPHABET
-from mlx_llama3.pretokenizers import LLAMA3
-from mlx_llama3.vocabulary import Vocabulary
 
 pytestmark = pytest.mark.peers
-DATA = Path(__file__).parent.parent / "data"
 F32 = 0  # ggml_type of the key and value cache
 
 
@@ -32,28 +27,13 @@ def logits(path: Path, tokens: list[int]) -> np.ndarray:
     return model.scores[: len(tokens)].copy()
 
 
-def made_up_vocabulary() -> Vocabulary:
-    """All bytes but three, whose places three merged tokens take."""
-    words = [character for character in ALPHABET if character not in ALPHABET[:3]] + ["th", "in", "the"]
-    metadata = {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": "llama-bpe",
-        "tokenizer.ggml.tokens": words,
-        "tokenizer.ggml.merges": ["t h", "i n", "th e"],
-        "tokenizer.ggml.bos_token_id": 0,
-        "tokenizer.ggml.eos_token_id": 1,
-    }
-    vocabulary = Vocabulary.from_gguf(metadata)
-    assert vocabulary.pre_tokenizer is LLAMA3
-    return vocabulary
-
-
 @pytest.mark.parametrize("name", ["llama3-1shard", "llama31-2shards", "llama31-long"])
 def test_logits_are_those_of_metas_reference(tmp_path, name):
-    """float16 weights and llama.cpp's float16 activations are off by 4e-3; without RoPE scaling the long one is by 2."""
-    expected = mx.load(str(DATA / name / "expected.safetensors"))
+    """llama.cpp's float16 weights and activations are off by 4e-3; without RoPE scaling the long one is by 2."""
+    expected = mx.load(str(llama_cpp_record.DATA / name / "expected.safetensors"))
     path = tmp_path / "model.gguf"
-    to_gguf(open_source(DATA / name), made_up_vocabulary(), path, progress=False)
+    llama_cpp_record.write(name, path)
+    assert llama_cpp_record.digest(path) == llama_cpp_record.RECORD["sha256"][name]
     for tokens, reference in zip(expected["tokens"].tolist(), np.array(expected["logits"]), strict=True):
         found = logits(path, tokens)[-len(reference) :]
         np.testing.assert_allclose(found, reference, atol=2e-2)
@@ -62,13 +42,9 @@ def test_logits_are_those_of_metas_reference(tmp_path, name):
 @pytest.mark.parametrize("type_name", ["F16", "Q8_0", "Q4_1"])
 def test_demo_goes_through_gguf(tmp_path, demo_gguf, demo_folder, type_name):
     """Written anew from the converted folder: the same token ids, and in Q4_1 the same logits to the last bit."""
-    metadata = read_gguf(demo_gguf).metadata
     path = tmp_path / "demo.gguf"
-    to_gguf(
-        open_source(demo_folder), Vocabulary.from_gguf(metadata), path, type_name=type_name,
-        chat_template=metadata["tokenizer.chat_template"], progress=False,
-    )  # fmt: skip
-    record = json.loads((DATA / "smollm2-greedy.json").read_text())[2]  # clear answers
+    to_gguf(demo_folder, path, type_name=type_name, progress=False)
+    record = json.loads((llama_cpp_record.DATA / "smollm2-greedy.json").read_text())[2]  # clear answers
     model, original = load(path, n_ctx=512), load(demo_gguf, n_ctx=512)
     for text in (
         "it's 12345 o'clock!\n\n  indent\ttab",

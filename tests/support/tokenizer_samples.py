@@ -57,7 +57,7 @@ SMOLLM_MISSING = bytes([0x04, 0x06, 0x13, 0x14, 0x16, 0x1D, 0xC0, 0xC1, 0xF1, 0x
 
 
 def small_bpe(kind: str = "llama3", *, vocab_size: int = 400, missing: bytes = b"") -> Tokenizer:
-    """A trained byte-level BPE tokenizer with the pre-tokenizer of `llama3`, `gpt2` or `smollm`; `missing` are no tokens."""
+    """A trained byte-level BPE tokenizer with the rule of `llama3`, `gpt2` or `smollm`, without `missing` bytes."""
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=kind != "llama3")
     before = {
         "llama3": [pre_tokenizers.Split(Regex(LLAMA3_REGEX), "isolated")],

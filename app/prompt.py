@@ -1,0 +1,90 @@
+"""The prompt of a command that runs once: its options, and the ids they stand for."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from app.options import utf8, whole
+from app.plain import read_stdin
+from mlx_llama3.errors import UserError
+
+if TYPE_CHECKING:
+    from mlx_llama3.model import Transformer
+    from mlx_llama3.tokenizer import Tokenizer
+
+
+def token_ids(text: str) -> list[int]:
+    """`1,2,3` as ids."""
+    return [whole(word) for word in text.split(",")]
+
+
+def add_prompt_options(parser: argparse.ArgumentParser) -> None:
+    """`--prompt`, `--messages`, `--raw` or `--ids`."""
+    group = parser.add_argument_group("the prompt (without any: standard input is the message)")
+    group = group.add_mutually_exclusive_group()
+    group.add_argument("-p", "--prompt", type=utf8, metavar="TEXT", help="one message of the user")
+    group.add_argument(
+        "--messages", type=Path, metavar="FILE", help='a chat as JSON: [{"role": "user", "content": "..."}, ...]'
+    )
+    group.add_argument("--raw", type=utf8, metavar="TEXT", help="text to continue, without a chat format")
+    group.add_argument("--ids", type=token_ids, metavar="1,2,3", help="token ids to continue")
+
+
+def prompt_messages(args: argparse.Namespace) -> list[dict[str, Any]] | None:
+    """The chat to answer; None if --raw or --ids give the prompt. What is wrong is refused before a model is loaded."""
+    given = next((name for name in ("messages", "raw", "ids") if getattr(args, name) is not None), None)
+    if given and args.system is not None:
+        raise UserError(f"--system does not go with --{given}, which says everything itself")
+    if given == "messages":
+        return read_messages(args.messages)
+    if given:
+        return None
+    text = args.prompt if args.prompt is not None else _stdin_text()
+    system = [] if args.system is None else [{"role": "system", "content": args.system}]
+    return [*system, {"role": "user", "content": text}]
+
+
+def prompt_ids(args: argparse.Namespace, messages: list[dict[str, Any]] | None, tokenizer: "Tokenizer") -> list[int]:
+    """The ids of what the options ask for; `messages` are those of `prompt_messages`."""
+    if messages is not None:
+        return tokenizer.encode_chat(messages)
+    if args.ids is not None:
+        return args.ids
+    return tokenizer.encode(args.raw, bos=True, allow_special=True)
+
+
+def room_for_answer(model: "Transformer", ids: list[int], context: int | None) -> int:
+    """Tokens that the context leaves for the answer; raises `UserError` if there are none."""
+    from mlx_llama3.conversation import context_capacity  # here, because --help must not import MLX
+
+    capacity = context_capacity(model, context)
+    if len(ids) >= capacity:
+        raise UserError(
+            f"the prompt has {len(ids)} tokens, the context holds {capacity}; shorten it, or use a larger context"
+        )
+    return capacity - len(ids)
+
+
+def read_messages(path: Path) -> list[dict[str, Any]]:
+    """A list of messages, or an object with one under "messages". Raises `UserError` that names the file."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path}: cannot read the messages: {error.strerror}") from error
+    except ValueError as error:  # not JSON, or not UTF-8
+        raise UserError(f"{path} is not JSON: {error}") from error
+    messages = content.get("messages") if isinstance(content, dict) else content
+    if not isinstance(messages, list) or not messages:
+        raise UserError(f'{path} holds no messages; expected [{{"role": "user", "content": "..."}}, ...]')
+    for number, message in enumerate(messages, 1):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise UserError(f"{path}: message {number} must be an object with role and content")
+    return messages
+
+
+def _stdin_text() -> str:
+    if sys.stdin.isatty():
+        raise UserError("there is no prompt: give --prompt, --messages, --raw or --ids, or text on standard input")
+    return "\n".join(read_stdin())

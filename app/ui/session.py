@@ -1,0 +1,167 @@
+"""One open tab: its conversation, the trace of it, the what-if edits. Kept by id, a bounded number of them."""
+
+import itertools
+import secrets
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from app.models import OpenModel
+from app.ui import saved
+from mlx_llama3.conversation import Conversation
+from mlx_llama3.generation import Step
+from mlx_llama3.trace.edits import Edit, edited
+from mlx_llama3.trace.position import Position, look
+from mlx_llama3.trace.store import Trace
+
+# A session holds a key-value cache, which is large: 1 GB for 8,000 tokens of the 8B model. The browser allows about
+# five tabs of this page at a time anyway, for each keeps a connection open.
+MOST_SESSIONS = 6
+
+
+class Session:
+    """What one tab works on. Everything that touches the conversation runs on the engine's thread.
+
+    conversation: under the model with `edits`. trace: the norms of all positions in it, grows while it is generating.
+    Other threads read `trace.norms` first: a position counts once its norms are there.
+    selected: (layer, position) of the heat map, or None.
+    asked: what will give the next answer's steps, from the moment the person asks until it is done, else None.
+    stop: set it to end the answer, running or waiting.
+    saved_id, title: of the file that keeps the conversation; no file before the first answer.
+    """
+
+    def __init__(self, opened: OpenModel) -> None:
+        self.id = secrets.token_urlsafe(12)
+        self.edits: list[Edit] = []
+        self.selected: tuple[int, int] | None = None
+        self.asked: Callable[..., Iterator[Step]] | None = None
+        self.stop = threading.Event()
+        self._answer: Iterator[Step] | None = None
+        self.open(opened)
+
+    def open(self, opened: OpenModel, saved_id: str | None = None) -> None:
+        """Begin a conversation with this model, or go on with a saved one. Forgets the edits.
+
+        Raises `UserError` if there is no such conversation; then nothing has changed.
+        """
+        if saved_id is None:
+            title, conversation = "", Conversation(opened.model, opened.tokenizer)
+        else:
+            title, text = saved.read(saved_id)
+            conversation = Conversation.from_json(text, opened.model, opened.tokenizer, source=title)
+        self.settle()
+        self.saved_id, self.title = saved_id or secrets.token_hex(8), title
+        self._begin(opened, conversation)
+
+    def change_model(self, opened: OpenModel) -> None:
+        """Go on with the same conversation under another model."""
+        self.settle()
+        before = self.conversation
+        conversation = Conversation.from_json(
+            before.to_json(), opened.model, opened.tokenizer, overflow=before.overflow
+        )
+        self._begin(opened, conversation)
+
+    def _begin(self, opened: OpenModel, conversation: Conversation) -> None:
+        self.opened, self.model_name, self.conversation = opened, opened.name, conversation
+        self.edits, self.selected = [], None
+        self.trace = self._empty_trace()
+
+    def set_edits(self, edits: Sequence[Edit]) -> None:
+        """Go on under these edits: what was measured and cached without them is forgotten.
+
+        Raises `UserError` for an edit that does not fit the model; then nothing has changed.
+        """
+        model = edited(self.opened.model, edits) if edits else self.opened.model
+        self.conversation.use(model)
+        self.edits, self.selected = list(edits), None
+        self.trace = self._empty_trace()
+
+    def look(self, position: int) -> Position:
+        """All states of a position of the trace, under the edits. On the engine's thread; evaluate the result there."""
+        return look(self.conversation.model, self.trace.tokens.tolist(), position, cache=self.conversation.cache)
+
+    def answer(self, **options: Any) -> Iterator[Step]:
+        """The steps of what was `asked`, while `trace` grows by what they measure. options: as for `generate`."""
+        self.settle()
+        # The cache may hold a token more than was measured, for the pass after the last one was under way.
+        self.conversation.cut_cache(self.trace.norms.shape[-1])
+        self._answer = self._traced(self.asked(trace=True, **options))
+        return self._answer
+
+    def settle(self) -> None:
+        """End an answer that its reader left, on the engine's thread; what was said is kept."""
+        if self._answer is not None:
+            self._answer.close()
+            self._answer = None
+
+    def save(self) -> None:
+        """Keep the conversation on disk, if anything was said. Raises `UserError` if the disk does not take it."""
+        messages = self.conversation.messages
+        if said := next((each["content"] for each in messages if each["role"] == "user"), None):
+            self.title = self.title or saved.shortened(said)
+            saved.write(self.saved_id, self.title, self.conversation.to_json())
+
+    def _traced(self, steps: Iterator[Step]) -> Iterator[Step]:
+        tokens: list[int] | None = None
+        try:
+            for step in steps:
+                if tokens is None:
+                    prompt = self.conversation.prompt_ids
+                    tokens = prompt[len(prompt) - self.conversation.fed :]
+                    self.trace.cut(len(prompt) - len(tokens))
+                    self.trace.settings = self.settings()
+                self.trace.extend(tokens, [self.piece(token) for token in tokens], step.norms)
+                tokens = [step.token]
+                yield step
+        finally:
+            steps.close()
+
+    def piece(self, token: int) -> str:
+        """The text of one token, special tokens by their names."""
+        return self.opened.tokenizer.decode([token], keep_special=True)
+
+    def settings(self) -> dict[str, Any]:
+        """What the trace was made with."""
+        edits = [repr(edit) for edit in self.edits]
+        return {key: value for key, value in self.conversation.settings.items() if value is not None} | {"edits": edits}
+
+    def _empty_trace(self) -> Trace:
+        return Trace.empty(self.model_name, self.opened.model.args.n_layers)
+
+
+class Sessions:
+    """The sessions by id, all with the one loaded model; beyond `MOST_SESSIONS` the least recently used one goes."""
+
+    def __init__(self) -> None:
+        self.opened: OpenModel | None = None
+        self._sessions: OrderedDict[str, Session] = OrderedDict()
+        self._changes = itertools.count(1)
+        self._lock = threading.Lock()
+
+    def find(self, session_id: str | None) -> Session | None:
+        """The session with this id, as the most recently used one."""
+        with self._lock:
+            if session_id not in self._sessions:
+                return None
+            self._sessions.move_to_end(session_id)
+            return self._sessions[session_id]
+
+    def add(self) -> Session:
+        """A new session with the loaded model, which there must be."""
+        session = Session(self.opened)
+        with self._lock:
+            self._sessions[session.id] = session
+            while len(self._sessions) > MOST_SESSIONS:
+                self._sessions.popitem(last=False)
+        return session
+
+    def all(self) -> list[Session]:
+        """The sessions that are open now."""
+        with self._lock:
+            return list(self._sessions.values())
+
+    def next_change(self) -> int:
+        """A number that was never given before."""
+        return next(self._changes)

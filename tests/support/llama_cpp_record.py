@@ -1,0 +1,39 @@
+"""Which GGUF files llama.cpp has run with the right logits: `tests/data/llama-cpp.json`, and how to make them again."""
+
+import hashlib
+import json
+from pathlib import Path
+
+from convert.gguf_reader import read_header
+from convert.open_source import open_source
+from convert.to_gguf import write_model
+from mlx_llama3.byte_level import ALPHABET
+from mlx_llama3.vocabulary import Vocabulary
+
+DATA = Path(__file__).parent.parent / "data"
+RECORD = json.loads((DATA / "llama-cpp.json").read_text())
+
+
+def made_up_vocabulary() -> Vocabulary:
+    """256 tokens: all bytes but three, whose places three merged tokens take."""
+    return Vocabulary.from_gguf(
+        {
+            "tokenizer.ggml.model": "gpt2",
+            "tokenizer.ggml.pre": "llama-bpe",
+            "tokenizer.ggml.tokens": [*ALPHABET[3:], "th", "in", "the"],
+            "tokenizer.ggml.merges": ["t h", "i n", "th e"],
+            "tokenizer.ggml.bos_token_id": 0,
+            "tokenizer.ggml.eos_token_id": 1,
+        }
+    )
+
+
+def write(name: str, target: Path) -> None:
+    """One of the checkpoints of `tests/data` as F16 GGUF."""
+    write_model(open_source(DATA / name), made_up_vocabulary(), target, progress=False)
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of all but the RoPE factors, whose last bit depends on the machine's power function; they come last."""
+    factors = read_header(path).tensors.get("rope_freqs.weight")
+    return hashlib.sha256(path.read_bytes()[: factors.offset if factors else None]).hexdigest()
