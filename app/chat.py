@@ -34,9 +34,16 @@ def chat(args: argparse.Namespace, max_tokens: int) -> None:
     settings = given_settings(args)
     saved = conversation_file.read(args.resume) if args.resume else None
     opened = open_model(args.model)
+    _check_chat(opened, args.system)
     conversation = _conversation(opened, args, saved)
     conversation.settings = {"max_tokens": max_tokens} | conversation.settings | settings
     Chat(opened.name, conversation, _screen()).run()
+
+
+def _check_chat(opened: OpenModel, system: str | None) -> None:
+    """Raise `UserError` now, not at the first message, for a model that cannot chat or takes no system prompt."""
+    head = [{"role": "system", "content": system}] if system else []
+    opened.tokenizer.encode_chat([*head, {"role": "user", "content": "?"}])
 
 
 def _screen() -> Screen:

@@ -1,17 +1,16 @@
 """From `--model` to a loaded model and its tokenizer, telling what happens meanwhile."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
-
-from mlx_llama3.tokenizer import Tokenizer, load_tokenizer
 
 from convert.demo import demo_model
 from mlx_llama3.hub import DEMO, resolve
 from mlx_llama3.loading import load_model
 from mlx_llama3.model import Transformer
+from mlx_llama3.tokenizer import Tokenizer, load_tokenizer
 
 
 class OpenModel(NamedTuple):
@@ -24,12 +23,22 @@ class OpenModel(NamedTuple):
 
 def open_model(name: str) -> OpenModel:
     """Fetch what is missing and load. Raises `UserError` in all the ways in which a model can be absent or broken."""
-    folder = demo_model() if name == DEMO else resolve(name)
-    is_local = name == DEMO or folder == Path(name).expanduser()
-    title = folder.resolve().name if is_local else name
+    title, folder = find_model(name)
     with _told(f"Loading {title} ..."):
-        tokenizer = load_tokenizer(folder)  # first: it is quick, and may be what is missing
-        return OpenModel(title, load_model(folder), tokenizer)
+        return load_found(title, folder)
+
+
+def find_model(name: str, on_progress: Callable[[int, int], None] | None = None) -> tuple[str, Path]:
+    """The name to show for a model and its folder; fetches what is missing. on_progress: as for `resolve`."""
+    folder = demo_model() if name == DEMO else resolve(name, on_progress)
+    is_local = name == DEMO or folder == Path(name).expanduser()
+    return folder.resolve().name if is_local else name, folder
+
+
+def load_found(title: str, folder: Path) -> OpenModel:
+    """Load the model of a folder. Raises `UserError` if it is broken or too large for the memory."""
+    tokenizer = load_tokenizer(folder)  # first: it is quick, and may be what is missing
+    return OpenModel(title, load_model(folder), tokenizer)
 
 
 @contextmanager

@@ -16,28 +16,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Choice:
-    """A sampled token, queued and perhaps not computed yet: `token` and its `logit`, `(1,)` each.
+    """A sampled token, queued and perhaps not computed yet: `token`, and the `largest` of the logits, `(1,)` each.
 
     `logprob` `(1, 1)` and `top` (ids and log-probabilities, `(1, n)` each) if asked for; `norms` of the passes that led
     to it if traced.
     """
 
     token: mx.array
-    logit: mx.array
+    largest: mx.array
     logprob: mx.array | None
     top: tuple[mx.array, mx.array] | None
     norms: list["PendingNorms"]
 
     def start(self) -> "Choice":
         """Queue the computation and return at once."""
-        parts = (self.token, self.logit, self.logprob, *(self.top or ()))
+        parts = (self.token, self.largest, self.logprob, *(self.top or ()))
         mx.async_eval([part for part in parts if part is not None], [pending.arrays() for pending in self.norms])
         return self
 
     @property
     def is_nan(self) -> bool:
-        """Whether the logits were no numbers; waits for them."""
-        return self.logit.item() != self.logit.item()
+        """Whether a logit was no number; waits for them."""
+        return self.largest.item() != self.largest.item()
 
     def read_logprobs(self) -> tuple[float | None, list[tuple[int, float]] | None]:
         """(logprob, top_logprobs) as `Step` has them."""
@@ -101,10 +101,10 @@ def decode(
 
 def _choose(logits: mx.array, sampler: Sampler, logprobs: int | None, capture: "NormCapture | None") -> Choice:
     token, distribution = sampler(logits)
-    # Read beside the token, so that a NaN is noticed at no cost instead of coming out as token 0.
-    logit = mx.take_along_axis(logits, token[:, None], axis=-1)
+    # One NaN makes the maximum NaN, whatever token was drawn; read beside the token, it costs no wait of its own.
+    largest = logits.max(axis=-1)
     norms = capture.take() if capture else []
     if logprobs is None:
-        return Choice(token, logit, None, None, norms)
+        return Choice(token, largest, None, None, norms)
     logprob = mx.take_along_axis(distribution, token[:, None], axis=-1)
-    return Choice(token, logit, logprob, top_logprobs(distribution, logprobs) if logprobs else None, norms)
+    return Choice(token, largest, logprob, top_logprobs(distribution, logprobs) if logprobs else None, norms)

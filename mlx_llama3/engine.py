@@ -11,6 +11,8 @@ from queue import Empty, SimpleQueue
 from time import monotonic
 from typing import Any, Generic, TypeVar
 
+import mlx.core as mx
+
 T = TypeVar("T")
 
 
@@ -80,8 +82,9 @@ class Engine:
     """A thread and its queue. Between two items of a stream, calls that wait get their turn; streams take turns too."""
 
     def __init__(self) -> None:
-        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._jobs: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._closing = False
+        self._finished = threading.Event()
         self._lock = threading.Lock()  # no job may slip into the queue behind its end
         self._thread = threading.Thread(target=self._work, name="mlx", daemon=True)
         self._thread.start()
@@ -131,13 +134,17 @@ class Engine:
         return stream
 
     def close(self) -> None:
-        """End the thread: running streams are closed, waiting calls cancelled. May be called twice."""
+        """End the work: running streams are closed, waiting calls cancelled. May be called twice.
+
+        The thread itself stays, idle, until the process ends: MLX's destructors for an ending thread need Python, and
+        abort the process if Python is about to end too.
+        """
         with self._lock:
             if not self._closing:
                 self._closing = True
-                self._jobs.put(None)
+                self._jobs.put(self._finish)
         if threading.current_thread() is not self._thread:
-            self._thread.join()
+            self._finished.wait()
 
     def _put(self, job: Callable[[], None]) -> None:
         with self._lock:
@@ -145,9 +152,13 @@ class Engine:
                 raise RuntimeError("the engine is closed")
             self._jobs.put(job)
 
+    def _finish(self) -> None:
+        if not self._jobs.empty():  # a stream that was at work stands behind this
+            self._jobs.put(self._finish)
+            return
+        mx.synchronize()
+        self._finished.set()
+
     def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            job()
-        # A stream that was at work when the end was put in stands behind it.
-        while not self._jobs.empty():
+        while True:
             self._jobs.get()()

@@ -8,7 +8,7 @@ import errno
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -59,13 +59,14 @@ def demo_folder() -> Path:
     return cache_dir() / f"SmolLM2-135M-Instruct-v{DEMO_FORMAT}"
 
 
-def resolve(name: str | Path) -> Path:
+def resolve(name: str | Path, on_progress: Callable[[int, int], None] | None = None) -> Path:
     """Return the local folder that holds the model called `name`.
 
     Args:
         name: `demo`; an alias (`ALIASES`); a local folder; or a hub id `organisation/name`, with `@revision` if a
             branch, tag or commit is meant. An alias wins over a folder of the same name (`./demo` is the folder), a
             folder wins over a hub id. What is not in the hub's cache yet is downloaded.
+        on_progress: called with (bytes so far, all known bytes) while something is downloaded, from several threads.
 
     Raises:
         UserError: no such folder, alias or repository; no access; no network; no weights this project reads there.
@@ -74,7 +75,7 @@ def resolve(name: str | Path) -> Path:
     if name == DEMO:
         return _made_demo()
     if name in ALIASES:
-        return _download(ALIASES[name], None)
+        return _download(ALIASES[name], None, on_progress)
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder
@@ -82,7 +83,7 @@ def resolve(name: str | Path) -> Path:
         raise UserError(f"{name}: a file, not a model folder: `mlx-llama3 convert {name} FOLDER` makes one of it")
     if HUB_ID.fullmatch(name) and not name.startswith(".") and not MODEL_FILE.search(name):
         repository, _, revision = name.partition("@")
-        return _download(repository, revision or None)
+        return _download(repository, revision or None, on_progress)
     if "/" in name or name.startswith((".", "~")) or MODEL_FILE.search(name):
         raise UserError(f"{name}: there is no such folder")
     raise UserError(
@@ -98,7 +99,7 @@ def _made_demo() -> Path:
     return folder
 
 
-def _download(repository: str, revision: str | None) -> Path:
+def _download(repository: str, revision: str | None, on_progress: Callable[[int, int], None] | None) -> Path:
     """Return the repository's snapshot in the hub's cache, completed over the network where it is not whole.
 
     A whole snapshot is used without asking the hub for a newer one: starting is faster, and nobody is told of it.
@@ -112,7 +113,7 @@ def _download(repository: str, revision: str | None) -> Path:
     try:
         folder = _whole_snapshot(repository, what)
         if folder is None:
-            with _bars() as bar_class:
+            with _bars(on_progress) as bar_class:
                 folder = Path(snapshot_download(repository, tqdm_class=bar_class, **what))
     except (HTTPError, OSError, ValueError) as error:
         _explain(error, repository, revision)
@@ -122,8 +123,8 @@ def _download(repository: str, revision: str | None) -> Path:
 
 
 @contextmanager
-def _bars() -> Iterator[type]:
-    """The client's progress bars, shown on a terminal only, and closed at the end.
+def _bars(on_progress: Callable[[int, int], None] | None) -> Iterator[type]:
+    """The client's progress bars, shown on a terminal only, and closed at the end; `on_progress` as for `resolve`.
 
     The client leaves two of them open; they would draw themselves once more into the chat when they are collected.
     """
@@ -135,6 +136,15 @@ def _bars() -> Iterator[type]:
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **options)
             bars.append(self)
+            self.counts_bytes, self.count = options.get("unit") == "B", 0
+
+        def update(self, n: float | None = 1) -> bool | None:
+            self.count += n or 0  # a bar that is not shown does not count
+            if on_progress is not None and self.counts_bytes:
+                # One bar counts what comes over the network, one what is written; the network may bring less.
+                counting = [bar for bar in bars if bar.counts_bytes]
+                on_progress(max(bar.count for bar in counting), max(bar.total or 0 for bar in counting))
+            return super().update(n)
 
     try:
         yield Bar

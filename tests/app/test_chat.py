@@ -4,13 +4,17 @@ import io
 import json
 import subprocess
 import sys
+from contextlib import contextmanager
+from functools import partial
 
 import pytest
 from watched_model import WatchedModel
 
 from app import chat, cli
 from app.models import OpenModel
-from mlx_llama3.tokenizer import load_tokenizer
+from app.plain import Plain
+from mlx_llama3.conversation import Conversation
+from mlx_llama3.tokenizer import Tokenizer, load_tokenizer
 
 FRANCE = "What is the capital of France?"
 PARIS = "The capital of France is Paris."
@@ -237,6 +241,36 @@ def test_a_damaged_file_is_named(talk, tmp_path) -> None:
     assert talk(options=("--resume", str(file)))[2].startswith(f"error: {file} is not a saved conversation: it is not")
     file.write_text("{}")
     assert talk(options=("--resume", str(file)))[2].startswith(f"error: {file} is not a saved conversation: it has no")
+
+
+def test_a_base_model_is_refused_before_the_first_message(tokenizer, monkeypatch, capsys) -> None:
+    base = Tokenizer(tokenizer.vocabulary, source="base")
+    model = WatchedModel(vocab_size=base.vocab_size)
+    monkeypatch.setattr(chat, "open_model", lambda name: OpenModel("base", model, base))
+    assert cli.main(["chat"]) == 2
+    assert capsys.readouterr().err.startswith("error: base: a base model without a chat template; ")
+
+
+class Pressed(Plain):
+    """A screen on which Ctrl-C has been pressed already."""
+
+    @contextmanager
+    def answering(self):
+        yield lambda: True
+
+
+def test_ctrl_c_while_the_prompt_is_read_stops_between_two_chunks(tokenizer, capsys) -> None:
+    model = WatchedModel(vocab_size=tokenizer.vocab_size, max_seq_len=4096)
+    conversation = Conversation(model, tokenizer)
+    session = chat.Chat("tiny", conversation, Pressed())
+    session.answer(partial(conversation.send, "word " * 1500))
+    assert conversation.messages == []
+    assert model.prompts == []  # the first chunk of 512 was fed, the head was never asked
+    assert capsys.readouterr().err == "(stopped before the answer began; the message is not kept)\n"
+    model.replies = [[*tokenizer.encode("Yes."), *tokenizer.stop_ids]]
+    list(conversation.send("word " * 1500))
+    assert model.prompts[0] == 512 + conversation.fed  # what the first try had fed was not fed again
+    assert conversation.messages[-1]["content"] == "Yes."
 
 
 def test_an_input_that_is_not_text(talk, monkeypatch, capsys) -> None:

@@ -184,6 +184,15 @@ def test_options_reach_the_sampler(model, tokenizer):
     assert tokens(model, tokenizer, PROMPT[-1:], cache=cache, history=PROMPT[:-1], **rest) == expected
 
 
+@pytest.mark.parametrize("filters", [{}, {"top_k": 40}, {"top_p": 0.9}, {"min_p": 0.1}])
+def test_one_nan_among_the_logits_is_noticed_though_another_token_is_drawn(tokenizer, talker, filters):
+    weight = talker.output.weight
+    weight[777] = float("nan")
+    talker.output.weight = weight
+    with pytest.raises(UserError, match="NaN, first in output"):
+        tokens(talker, tokenizer, temperature=1.0, seed=1, **filters)
+
+
 @pytest.mark.parametrize(("layer", "branch"), [(1, "attention"), (2, "feed_forward")])
 def test_nan_names_the_layer_and_is_no_token(tmp_path, tokenizer, layer, branch):
     model = tiny_model(tmp_path)
