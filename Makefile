@@ -5,12 +5,13 @@ PYTHON ?=
 ARGS :=
 INSTALL := PYTHON="$(PYTHON)" sh scripts/venv.sh
 
-.PHONY: help chat test lint test-peers bench clean
+.PHONY: help chat app test lint test-peers bench clean
 # The chat needs standard input, which make gives to one job only.
 .NOTPARALLEL:
 
 help:
 	@echo "make chat         chat with the demo model; ARGS=\"--model llama3.2-1b\" for another"
+	@echo "make app          the desktop UI with the demo model; ARGS as above"
 	@echo "make test         all tests"
 	@echo "make lint         ruff's checks and format"
 	@echo "make bench        speed beside mlx-lm"
@@ -21,7 +22,11 @@ help:
 chat: .venv/installed
 	@exec $(BIN)/mlx-llama3 chat $(ARGS)
 
+app: .venv/installed
+	@exec $(BIN)/mlx-llama3 app $(ARGS)
+
 test: lint
+	@sh scripts/chromium.sh
 	@$(BIN)/python -m pytest $(ARGS)
 
 lint: .venv/installed-test

@@ -16,7 +16,10 @@ COMMANDS = {
     "chat": ("app.chat_command", "talk with a model in the terminal"),
     "generate": ("app.generate_command", "answer one prompt and end"),
     "trace": ("app.trace_command", "write what a model does inside to a file, or show such a file"),
+    "app": ("app.app_command", "open the desktop UI: chat, and look inside while the model speaks"),
     "convert": ("convert.arguments", "turn a published checkpoint into a model folder"),
+    "verify": ("convert.verify_command", "prove that a converted folder is what its source means"),
+    "perplexity": ("convert.perplexity_command", "how well a model predicts a text"),
 }
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it

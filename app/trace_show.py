@@ -14,7 +14,7 @@ from mlx_llama3.errors import UserError
 from mlx_llama3.trace.store import Trace, load_trace
 
 RESET = "\x1b[0m"
-SHADES = " ░▒▓█"
+SHADES = " .:-=+*#%@"
 LABEL = 5  # columns of the layer axis
 TICK = 10  # columns between two marks of the token axis
 MEASURED = ("attn_out", "mlp_out", "resid_post")

@@ -37,6 +37,9 @@ def theirs(folder: str, prompt: list[int], count: int) -> Iterator[int]:
     from mlx_lm.utils import load_model
 
     model, _ = load_model(Path(folder))
+    if mx.default_device() == mx.cpu:
+        model.set_dtype(mx.float32)  # as stored, in float16, it would be about a hundred times slower there
+    mx.eval(model.parameters())
     yield -1  # loaded
     for token, _ in generate_step(mx.array(prompt), model, max_tokens=count):
         yield int(token)

@@ -4,14 +4,18 @@ import argparse
 from pathlib import Path
 
 DESCRIPTION = """\
-Convert a Llama 3 checkpoint into a folder that mlx-llama3, mlx-lm and LM Studio load.
+Convert a Llama 3 checkpoint into a folder that mlx-llama3, mlx-lm and LM Studio load, or into a GGUF file.
 SOURCE is Meta's download (params.json, consolidated.*.pth), a Hugging Face folder or hub id, or a GGUF file."""
 _EPILOG = """\
 examples:
   mlx-llama3 convert ~/Llama3.1-8B-Instruct llama-8b
   mlx-llama3 convert meta-llama/Llama-3.2-1B-Instruct llama-1b-4bit --quantize 4
   mlx-llama3 convert model.Q4_K_M.gguf llama-gguf
-  mlx-llama3 convert ~/Llama3.3-70B-Instruct llama-70b --recipe mixed_4_6"""
+  mlx-llama3 convert ~/Llama3.3-70B-Instruct llama-70b --recipe mixed_4_6
+  mlx-llama3 convert llama-8b llama-8b.gguf --to gguf-q8_0"""
+_GGUF = {"gguf": "F16", "gguf-f16": "F16", "gguf-q8_0": "Q8_0", "gguf-q4_1": "Q4_1"}
+# Options that a GGUF file has no use for.
+_MLX_ONLY = ("dtype", "quantize", "group_size", "recipe", "keep_embeddings", "keep_head", "dequantize", "exact_scales")
 _BITS = ("2", "3", "4", "5", "6", "8", "mxfp4", "mxfp8", "nvfp4")
 
 
@@ -20,7 +24,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description, parser.epilog = DESCRIPTION, _EPILOG
     parser.add_argument("source", metavar="SOURCE", help="checkpoint: folder, hub id or .gguf file")
-    parser.add_argument("target", metavar="TARGET", type=Path, help="folder to make")
+    parser.add_argument("target", metavar="TARGET", type=Path, help="folder to make (with --to gguf: file)")
+    parser.add_argument(
+        "--to",
+        choices=("mlx", *_GGUF),
+        default="mlx",
+        help="form of the target: an MLX folder (default), or a GGUF file for llama.cpp; gguf means gguf-f16",
+    )
     parser.add_argument(
         "--dtype",
         choices=("float16", "bfloat16", "float32"),
@@ -61,9 +71,19 @@ def run(args: argparse.Namespace) -> int:
 
     UserError for everything that the person can mend.
     """
+    from mlx_llama3.hub import resolve
+
+    source = Path(args.source).expanduser()
+    source = source if source.exists() else resolve(args.source)
+    report = _to_folder(args, source) if args.to == "mlx" else _to_gguf(args, source)
+    if not args.quiet:
+        print(report)
+    return 0
+
+
+def _to_folder(args: argparse.Namespace, source: Path) -> object:
     from convert.convert import convert
     from convert.recipe import make_recipe
-    from mlx_llama3.hub import resolve
 
     recipe = make_recipe(
         args.quantize,
@@ -72,9 +92,8 @@ def run(args: argparse.Namespace) -> int:
         quantize_embeddings=not args.keep_embeddings,
         quantize_head=not args.keep_head,
     )
-    source = Path(args.source).expanduser()
-    report = convert(
-        source if source.exists() else resolve(args.source),
+    return convert(
+        source,
         args.target.expanduser(),
         dtype=args.dtype,
         recipe=recipe,
@@ -85,6 +104,23 @@ def run(args: argparse.Namespace) -> int:
         overwrite=args.overwrite,
         progress=not args.quiet,
     )
-    if not args.quiet:
-        print(report)
-    return 0
+
+
+def _to_gguf(args: argparse.Namespace, source: Path) -> object:
+    from convert.to_gguf import to_gguf
+    from mlx_llama3.errors import UserError
+
+    for option in (*_MLX_ONLY, "adapter"):
+        if getattr(args, option):
+            raise UserError(
+                f"--{option.replace('_', '-')} is for MLX folders; the type of a GGUF file is part of --to: "
+                f"{', '.join(_GGUF)}"
+            )
+    return to_gguf(
+        source,
+        args.target.expanduser(),
+        type_name=_GGUF[args.to],
+        rope_factor=args.rope_factor,
+        overwrite=args.overwrite,
+        progress=not args.quiet,
+    )

@@ -6,7 +6,7 @@ plan -> check the disk -> for every tensor, block by block: read, merge, cast, p
 import json
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,6 +46,7 @@ def convert(
     exact_scales: bool = False,
     overwrite: bool = False,
     progress: bool = True,
+    on_progress: Callable[[int, int], None] | None = None,
 ) -> Report:
     """Convert a checkpoint into a folder that this project, mlx-lm and LM Studio load.
 
@@ -60,6 +61,7 @@ def convert(
         exact_scales: float32 scales for GGUF types whose scales need them.
         overwrite: replace an existing target, at the end.
         progress: show a bar on standard error, if that is a terminal.
+        on_progress: called with (bytes written, all bytes) after each block. What it raises ends the conversion.
 
     Raises:
         UserError: the source is damaged, incomplete or of another kind; the target exists; the disk is too small; a
@@ -74,7 +76,7 @@ def convert(
     plan = make_plan(opened, dtype=dtype, recipe=recipe, dequantize=dequantize)
     _check_disk(plan, target)
     with staged_folder(target, overwrite=overwrite) as folder:
-        checksums = _write_tensors(plan, folder, progress)
+        checksums = _write_tensors(plan, folder, progress, on_progress)
         _write_rest(opened, plan, folder, checksums)
     return Report(
         source=opened.path,
@@ -98,13 +100,16 @@ def _check_disk(plan: Plan, target: Path) -> None:
         raise UserError(f"{target}: needs {needed / 1e9:.2f} GB, but the disk has {free / 1e9:.2f} GB free; make room")
 
 
-def _write_tensors(plan: Plan, folder: Path, progress: bool) -> int:
+def _write_tensors(
+    plan: Plan, folder: Path, progress: bool, on_progress: Callable[[int, int], None] | None = None
+) -> int:
     """Write all tensors; returns how many checksums of the source were verified."""
     writer = SafetensorsWriter(folder, plan.entries)
     bar = tqdm(
         total=writer.nbytes, unit="B", unit_scale=True, desc="convert", disable=None if progress else True, leave=False
     )
     verified: set[tuple[Path, int]] = set()
+    written = 0
     try:
         with _small_cache(), bar:
             for number, step in enumerate(_with_checksums(plan.steps, verified), 1):
@@ -113,6 +118,9 @@ def _write_tensors(plan: Plan, folder: Path, progress: bool) -> int:
                     for entry, array in zip(step.entries, block.arrays, strict=True):
                         writer.write(entry.name, block.start, array)
                         bar.update(array.nbytes)
+                        written += array.nbytes
+                    if on_progress is not None:
+                        on_progress(written, writer.nbytes)
         writer.finish()
     finally:
         writer.close()

@@ -132,7 +132,7 @@ class _Cursor:
         self.item = "the header"
 
     def fail(self, problem: str) -> NoReturn:
-        raise GGUFError(f"{self.path}: {self.item}: {problem}")
+        raise GGUFError(f"{self.path}: {self.item[:200]}: {problem}")
 
     def need(self, n_bytes: int) -> None:
         left = self.end - self.position

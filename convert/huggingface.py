@@ -220,10 +220,10 @@ def _packed(
 
     def dense(start: int, stop: int) -> mx.array:
         part = packed(start, stop)
-        values = mx.dequantize(
-            part.weight, part.scales, part.biases, group_size=how.group_size, bits=how.bits, mode=how.mode
-        )
-        return values.astype(dtype)
+        # In float32: 16-bit arithmetic would round twice.
+        factors = [array.astype(mx.float32) for array in (part.scales, part.biases)] if affine else [part.scales]
+        settings = {"group_size": how.group_size, "bits": how.bits, "mode": how.mode}
+        return mx.dequantize(part.weight, *factors, **settings, dtype=mx.float32)
 
     dtype = scales.mx_dtype if affine else mx.bfloat16
     return SourceTensor(name, shape, dtype, weight.origin, dense, how, packed)

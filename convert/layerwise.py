@@ -1,7 +1,7 @@
 """Logits of a checkpoint without holding it in memory: one layer at a time is read, used on a text, and dropped.
 
-So a folder and the checkpoint that it came from can be run side by side whatever their size; the price is that nothing is
-kept for a second text.
+So a folder and the checkpoint that it came from can be run side by side whatever their size; the price is that nothing
+is kept for a second text.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Fusing a LoRA adapter into a checkpoint on the way: each block of rows gets its update before it is cast or packed."""
+"""Fusing a LoRA adapter into a checkpoint on the way: a block of rows gets its update before it is cast or packed."""
 
 import dataclasses
 from functools import partial

@@ -60,7 +60,7 @@ class Verification:
             lines += [
                 f"on {d.tokens} tokens of text: perplexity {d.source_perplexity:.4f} of the source, "
                 f"{d.folder_perplexity:.4f} of the folder",
-                f"KL divergence {d.kl:.3g} nats a token, {100 * d.agreement:.1f} % of the most likely tokens are the same",
+                f"KL divergence {d.kl:.3g} nats a token, the same most likely token for {100 * d.agreement:.1f} %",
             ]
         return "\n".join([*lines, "verified" if self.ok else "NOT VERIFIED"])
 
@@ -127,7 +127,8 @@ def _describe(name: str, found: Sequence[Comparison]) -> str:
 
 def _wrongness(comparison: Comparison) -> str:
     if math.isinf(comparison.worst):
-        return f"differs from the source, relative RMS error {math.sqrt(comparison.error / max(comparison.norm, 1e-300)):.3g}"
+        error = math.sqrt(comparison.error / max(comparison.norm, 1e-300))
+        return f"differs from the source, relative RMS error {error:.3g}"
     return f"the largest error is {comparison.worst:.2f} times what {comparison.packing} may cost"
 
 

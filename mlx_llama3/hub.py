@@ -8,6 +8,7 @@ import errno
 import os
 import re
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -66,7 +67,8 @@ def resolve(name: str | Path, on_progress: Callable[[int, int], None] | None = N
         name: `demo`; an alias (`ALIASES`); a local folder; or a hub id `organisation/name`, with `@revision` if a
             branch, tag or commit is meant. An alias wins over a folder of the same name (`./demo` is the folder), a
             folder wins over a hub id. What is not in the hub's cache yet is downloaded.
-        on_progress: called with (bytes so far, all known bytes) while something is downloaded, from several threads.
+        on_progress: called with (bytes so far, all known bytes) while something is downloaded, by other threads,
+            one at a time.
 
     Raises:
         UserError: no such folder, alias or repository; no access; no network; no weights this project reads there.
@@ -131,19 +133,21 @@ def _bars(on_progress: Callable[[int, int], None] | None) -> Iterator[type]:
     from huggingface_hub.utils import tqdm
 
     bars = []
+    counting = threading.Lock()
 
     class Bar(tqdm):
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **options)
-            bars.append(self)
             self.counts_bytes, self.count = options.get("unit") == "B", 0
+            bars.append(self)
 
         def update(self, n: float | None = 1) -> bool | None:
-            self.count += n or 0  # a bar that is not shown does not count
-            if on_progress is not None and self.counts_bytes:
-                # One bar counts what comes over the network, one what is written; the network may bring less.
-                counting = [bar for bar in bars if bar.counts_bytes]
-                on_progress(max(bar.count for bar in counting), max(bar.total or 0 for bar in counting))
+            with counting:  # a thread a file comes here
+                self.count += n or 0  # a bar that is not shown does not count
+                if on_progress is not None and self.counts_bytes:
+                    # One bar counts what comes over the network, one what is written; the network may bring less.
+                    of_bytes = [bar for bar in bars if bar.counts_bytes]
+                    on_progress(max(bar.count for bar in of_bytes), max(bar.total or 0 for bar in of_bytes))
             return super().update(n)
 
     try:

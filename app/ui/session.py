@@ -5,11 +5,15 @@ import secrets
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
+
+import mlx.core as mx
 
 from app.models import OpenModel
 from app.ui import saved
 from mlx_llama3.conversation import Conversation
+from mlx_llama3.errors import UserError
 from mlx_llama3.generation import Step
 from mlx_llama3.trace.edits import Edit, edited
 from mlx_llama3.trace.position import Position, look
@@ -20,14 +24,27 @@ from mlx_llama3.trace.store import Trace
 MOST_SESSIONS = 6
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What the person asked for: `steps(**options)` begins it, `shown` is the chat up to the question.
+
+    text: what goes back to the composer if nothing comes of it; "" if the message was there before.
+    stop: set it to end the answer, running or waiting.
+    """
+
+    steps: Callable[..., Iterator[Step]]
+    shown: list[dict[str, str]]
+    text: str
+    stop: threading.Event = field(default_factory=threading.Event)
+
+
 class Session:
     """What one tab works on. Everything that touches the conversation runs on the engine's thread.
 
     conversation: under the model with `edits`. trace: the norms of all positions in it, grows while it is generating.
     Other threads read `trace.norms` first: a position counts once its norms are there.
     selected: (layer, position) of the heat map, or None.
-    asked: what will give the next answer's steps, from the moment the person asks until it is done, else None.
-    stop: set it to end the answer, running or waiting.
+    asked: from the moment when the person asks until the answer is done, else None.
     saved_id, title: of the file that keeps the conversation; no file before the first answer.
     """
 
@@ -35,9 +52,9 @@ class Session:
         self.id = secrets.token_urlsafe(12)
         self.edits: list[Edit] = []
         self.selected: tuple[int, int] | None = None
-        self.asked: Callable[..., Iterator[Step]] | None = None
-        self.stop = threading.Event()
+        self.asked: Asked | None = None
         self._answer: Iterator[Step] | None = None
+        self._waiting = ""
         self.open(opened)
 
     def open(self, opened: OpenModel, saved_id: str | None = None) -> None:
@@ -54,14 +71,21 @@ class Session:
         self.saved_id, self.title = saved_id or secrets.token_hex(8), title
         self._begin(opened, conversation)
 
-    def change_model(self, opened: OpenModel) -> None:
-        """Go on with the same conversation under another model."""
-        self.settle()
-        before = self.conversation
-        conversation = Conversation.from_json(
-            before.to_json(), opened.model, opened.tokenizer, overflow=before.overflow
-        )
-        self._begin(opened, conversation)
+    def close(self) -> None:
+        """Let go of the model; the conversation waits as text for `reopen`."""
+        self.leave()
+        self._waiting = self.conversation.to_json()
+        self.opened = self.conversation = self.trace = None
+        self.edits, self.selected = [], None
+
+    def reopen(self, opened: OpenModel) -> None:
+        """Go on with the same conversation under another model; with a new one if it does not fit that model."""
+        try:
+            conversation = Conversation.from_json(self._waiting, opened.model, opened.tokenizer)
+        except UserError:  # no chat template, a smaller context: what was said stays on disk
+            self.open(opened)
+        else:
+            self._begin(opened, conversation)
 
     def _begin(self, opened: OpenModel, conversation: Conversation) -> None:
         self.opened, self.model_name, self.conversation = opened, opened.name, conversation
@@ -78,17 +102,48 @@ class Session:
         self.edits, self.selected = list(edits), None
         self.trace = self._empty_trace()
 
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """The messages of the conversation, without the system prompt."""
+        return [each for each in self.conversation.messages if each["role"] != "system"]
+
+    def send(self, text: str, **options: Any) -> Iterator[Step]:
+        """`Conversation.send`, of the conversation that is there when the answer begins."""
+        return self.conversation.send(text, **options)
+
+    def retry(self, **options: Any) -> Iterator[Step]:
+        """`Conversation.retry`, likewise."""
+        return self.conversation.retry(**options)
+
+    def send_instead(self, turn: int, text: str, **options: Any) -> Iterator[Step]:
+        """Forget the conversation from the `turn`th question on, and ask `text` in its place."""
+        while len(self.messages) > 2 * turn:
+            self.conversation.undo()
+        return self.conversation.send(text, **options)
+
     def look(self, position: int) -> Position:
         """All states of a position of the trace, under the edits. On the engine's thread; evaluate the result there."""
         return look(self.conversation.model, self.trace.tokens.tolist(), position, cache=self.conversation.cache)
 
-    def answer(self, **options: Any) -> Iterator[Step]:
-        """The steps of what was `asked`, while `trace` grows by what they measure. options: as for `generate`."""
+    def answer(self, asked: Asked, **options: Any) -> Iterator[Step]:
+        """The steps of what was asked, while `trace` grows by what they measure. options: as for `generate`."""
         self.settle()
         # The cache may hold a token more than was measured, for the pass after the last one was under way.
         self.conversation.cut_cache(self.trace.norms.shape[-1])
-        self._answer = self._traced(self.asked(trace=True, **options))
+        self._answer = self._traced(asked.steps(trace=True, **options))
         return self._answer
+
+    def done(self, asked: Asked) -> None:
+        """Be ready for the next question, unless that is here already."""
+        asked.stop.set()
+        if self.asked is asked:
+            self.asked = None
+
+    def leave(self) -> None:
+        """End what a page that is gone was waiting for; on the engine's thread."""
+        if self.asked is not None:
+            self.done(self.asked)
+        self.settle()
 
     def settle(self) -> None:
         """End an answer that its reader left, on the engine's thread; what was said is kept."""
@@ -98,10 +153,13 @@ class Session:
 
     def save(self) -> None:
         """Keep the conversation on disk, if anything was said. Raises `UserError` if the disk does not take it."""
-        messages = self.conversation.messages
-        if said := next((each["content"] for each in messages if each["role"] == "user"), None):
-            self.title = self.title or saved.shortened(said)
+        if messages := self.messages:
+            self.title = self.title or saved.shortened(messages[0]["content"])
             saved.write(self.saved_id, self.title, self.conversation.to_json())
+
+    def fork(self) -> None:
+        """Keep what follows in a file of its own."""
+        self.saved_id = secrets.token_hex(8)
 
     def _traced(self, steps: Iterator[Step]) -> Iterator[Step]:
         tokens: list[int] | None = None
@@ -140,16 +198,29 @@ class Sessions:
         self._changes = itertools.count(1)
         self._lock = threading.Lock()
 
+    def close_model(self) -> None:
+        """Let go of the model, so that its memory is free for another one. On the engine's thread."""
+        for session in self._all():
+            session.close()
+        self.opened = None
+        mx.clear_cache()
+
+    def open_model(self, opened: OpenModel) -> None:
+        """Give all sessions this model. On the engine's thread."""
+        for session in self._all():
+            session.reopen(opened)
+        self.opened = opened
+
     def find(self, session_id: str | None) -> Session | None:
-        """The session with this id, as the most recently used one."""
+        """The session with this id, as the most recently used one; None while no model is loaded, too."""
         with self._lock:
-            if session_id not in self._sessions:
+            if session_id not in self._sessions or self.opened is None:
                 return None
             self._sessions.move_to_end(session_id)
             return self._sessions[session_id]
 
     def add(self) -> Session:
-        """A new session with the loaded model, which there must be."""
+        """A new session with the loaded model, which there must be. On the engine's thread."""
         session = Session(self.opened)
         with self._lock:
             self._sessions[session.id] = session
@@ -157,11 +228,14 @@ class Sessions:
                 self._sessions.popitem(last=False)
         return session
 
-    def all(self) -> list[Session]:
-        """The sessions that are open now."""
-        with self._lock:
-            return list(self._sessions.values())
+    def others_with(self, saved_id: str, than: Session) -> list[Session]:
+        """Sessions other than one that have a saved conversation open."""
+        return [session for session in self._all() if session is not than and session.saved_id == saved_id]
 
     def next_change(self) -> int:
         """A number that was never given before."""
         return next(self._changes)
+
+    def _all(self) -> list[Session]:
+        with self._lock:
+            return list(self._sessions.values())

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from meta_checkpoint import PARAMS, write_meta, write_tokenizer_model
 from tiny_models import ARGS, random_weights, write_folder
 
 from app import cli
@@ -82,11 +83,27 @@ def test_dense_embedding_head_and_another_type(folder, tmp_path):
     assert found["model.layers.0.mlp.up_proj.weight"].dtype == mx.uint32
 
 
+def test_to_gguf(tmp_path, capsys):
+    write_tokenizer_model(write_meta(tmp_path / "in", params=PARAMS | {"vocab_size": 556}) / "tokenizer.model", 300)
+    for kind, type_name in (("gguf", "F16"), ("gguf-q8_0", "Q8_0")):
+        assert main([str(tmp_path / "in"), str(tmp_path / f"{kind}.gguf"), "--to", kind]) == 0
+        assert type_name in capsys.readouterr().out
+        assert (tmp_path / f"{kind}.gguf").read_bytes().startswith(b"GGUF")
+    assert main([str(tmp_path / "in"), str(tmp_path / "x.gguf"), "--to", "gguf", "--quantize", "4"]) == 2
+    assert "--quantize is for MLX folders; the type of a GGUF file is part of --to" in capsys.readouterr().err
+
+
+def test_adapter(tmp_path, capsys):
+    peft = Path(__file__).parents[1] / "data" / "peft"
+    assert main([str(peft / "base"), str(tmp_path / "out"), "--adapter", str(peft / "lora")]) == 0
+    assert "note: the adapter lora is fused into 8 tensors" in capsys.readouterr().out
+
+
 def test_overwrite(folder, tmp_path):
     assert main([str(folder), str(tmp_path / "out"), "--quiet"]) == 0
     assert main([str(folder), str(tmp_path / "out"), "--quiet"]) == 2
     assert main([str(folder), str(tmp_path / "out"), "--quiet", "--overwrite", "--quantize", "4"]) == 0
-    assert packing(tmp_path / "out") is None or packing(tmp_path / "out")["bits"] == 4
+    assert packing(tmp_path / "out")["bits"] == 4
 
 
 @pytest.mark.parametrize(

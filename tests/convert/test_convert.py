@@ -47,7 +47,7 @@ def same(found: dict[str, mx.array], expected: dict[str, mx.array]) -> None:
         assert found[name].dtype == array.dtype and mx.array_equal(found[name], array).item(), name
 
 
-@pytest.mark.parametrize("name", ["llama3-1shard", "llama31-2shards", "llama31-long"])
+@pytest.mark.parametrize("name", ["llama3-1shard", "llama31-2shards", "llama31-long", "llama31-4shards-fp16"])
 def test_golden_folders_agree_with_metas_code(tmp_path, name):
     """Logits of the converted folder, float32, within 2e-4 of the reference's."""
     report = convert(DATA / name, tmp_path / "out", dtype="float32", progress=False)
@@ -55,6 +55,24 @@ def test_golden_folders_agree_with_metas_code(tmp_path, name):
     expected = mx.load(str(DATA / name / "expected.safetensors"))
     logits = load_model(tmp_path / "out")(expected["tokens"])[:, -expected["logits"].shape[1] :]
     assert mx.abs(logits - expected["logits"]).max().item() < 2e-4
+
+
+@pytest.mark.parametrize("name", ["gqa2", "tied-rope32", "rope8-mha", "mqa-odd-vocabulary", "gqa8-head-dim"])
+def test_folders_of_transformers_agree_with_its_logits(tmp_path, name):
+    """Tied or not, scaled RoPE, groups of 1 to 8, `head_dim` of its own; within 1e-4 of logits around 5."""
+    convert(DATA / "transformers" / name, tmp_path / "out", dtype="float32", progress=False)
+    expected = mx.load(str(DATA / "transformers" / f"{name}.expected.safetensors"))
+    logits = load_model(tmp_path / "out")(expected["tokens"])[:, -24:]
+    assert mx.abs(expected["logits"]).max().item() > 1
+    assert mx.abs(logits - expected["logits"]).max().item() < 1e-4
+
+
+@pytest.mark.parametrize("key", ["attention_bias", "mlp_bias"])
+def test_biases_are_refused_in_a_clear_word(tmp_path, key):
+    folder = write_folder(tmp_path / "in", ARGS, HALF, **{key: True})
+    assert f"{key} is True, must be False: this model is not of the Llama 3 architecture" in refused(
+        folder, tmp_path / "out"
+    )
 
 
 @pytest.mark.parametrize("block", [1 << 24, 64 * 7, 1])
@@ -133,6 +151,11 @@ class TestPackedSource:
         settings = {"group_size": 32, "bits": 4}
         return write_folder(tmp_path / "in", ARGS, packed, quantization=settings)
 
+    def unpack(self, packed) -> mx.array:
+        """The head in float16, rounded once."""
+        factors = [packed[f"lm_head.{part}"].astype(mx.float32) for part in ("scales", "biases")]
+        return mx.dequantize(packed["lm_head.weight"], *factors, group_size=32, bits=4).astype(mx.float16)
+
     def test_copied_as_it_is(self, folder, packed, tmp_path):
         convert(folder, tmp_path / "out", progress=False)
         same(load(tmp_path / "out"), packed)
@@ -151,15 +174,12 @@ class TestPackedSource:
         convert(folder, tmp_path / "out", dequantize=True, progress=False)
         found = load(tmp_path / "out")
         assert found.keys() == WEIGHTS.keys() and "quantization" not in config(tmp_path / "out")
-        parts = [packed[f"lm_head.{part}"] for part in ("weight", "scales", "biases")]
-        assert mx.array_equal(found["lm_head.weight"], mx.dequantize(*parts, group_size=32, bits=4)).item()
+        assert mx.array_equal(found["lm_head.weight"], self.unpack(packed)).item()
 
     def test_quantized_anew(self, folder, packed, tmp_path):
         convert(folder, tmp_path / "out", recipe=make_recipe(8), progress=False)
         found = load(tmp_path / "out")
-        parts = [packed[f"lm_head.{part}"] for part in ("weight", "scales", "biases")]
-        dense = mx.dequantize(*parts, group_size=32, bits=4)
-        again = mx.quantize(dense, group_size=64, bits=8)
+        again = mx.quantize(self.unpack(packed), group_size=64, bits=8)
         assert mx.array_equal(found["lm_head.weight"], again[0]).item()
         assert mx.array_equal(found["lm_head.scales"], again[1]).item()
 
@@ -299,6 +319,21 @@ def test_kill_9_at_any_moment(tmp_path):
         if (tmp_path / "out").exists():
             load_model(tmp_path / "out")
     convert(tmp_path / "in", tmp_path / "out", overwrite=True, progress=False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
+
+
+def test_progress_is_told_and_can_end_the_conversion(tmp_path):
+    folder = write_folder(tmp_path / "in", ARGS, HALF)
+    told: list[tuple[int, int]] = []
+    report = convert(folder, tmp_path / "out", progress=False, on_progress=lambda *numbers: told.append(numbers))
+    assert told == sorted(told) and told[-1] == (report.nbytes, report.nbytes) and len(told) == len(HALF)
+
+    def stop(done: int, total: int) -> None:
+        if done > total / 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert(folder, tmp_path / "again", progress=False, on_progress=stop)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
 
 

@@ -32,7 +32,7 @@ MODEL = {
     "config.json": b'{"model_type": "llama"}',
     "tokenizer.json": b"{}",
     "chat_template.jinja": b"{{ messages }}",
-    "model.safetensors.index.json": b"{}",
+    "model.safetensors.index.json": b'{"weight_map": {}}',
     "model-00001-of-00002.safetensors": SHARD_1,
     "model-00002-of-00002.safetensors": SHARD_2,
 }
@@ -167,6 +167,18 @@ def test_on_a_terminal_bars_are_shown_and_done_with_before_the_chat(hub, environ
     before, _, after = terminal.before.partition('["folder"')
     assert "25.4M" in before, "the bytes are counted"
     assert after.count("\n") == 1, "nothing is drawn into what follows"
+
+
+def test_progress_counts_every_byte(hub, environment):
+    hub.repositories["org/model"] = Repository(MODEL)
+    script = "from mlx_llama3.hub import resolve; resolve('org/model', lambda done, known: print(done, known))"
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True, timeout=60
+    )
+    told = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
+    size = sum(map(len, MODEL.values()))
+    assert max(told) == (size, size)
+    assert any(0 < count < size for count, _ in told), "told while it goes on"
 
 
 def test_a_download_that_breaks_off_goes_on_where_it_was(hub, environment):

@@ -1,0 +1,5 @@
+TAB = "Architecture"
+
+
+def build(selection):
+    pass

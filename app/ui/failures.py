@@ -1,0 +1,17 @@
+"""Any failure as a sentence for the page; the app goes on after all of them."""
+
+import logging
+
+from mlx_llama3.errors import UserError
+
+log = logging.getLogger(__name__)
+
+
+def explained(error: Exception) -> str:
+    """The sentence for an error. A fault of the program is logged whole in the terminal as well."""
+    if isinstance(error, UserError):
+        return str(error)
+    log.error("while answering a request of the page", exc_info=error)
+    if isinstance(error, MemoryError) or "alloc" in str(error):
+        return "The memory does not suffice for this: use a shorter conversation, or a smaller model."
+    return f"Something failed inside ({type(error).__name__}: {error}); the terminal shows where. You can go on."

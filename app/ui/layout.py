@@ -1,0 +1,70 @@
+"""The whole page: top bar, chat on the left, views on the right, drawers; and what happens when it is opened."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import gradio as gr
+
+from app.ui import chat_panel, conversations_panel, convert_panel, models_panel, settings_panel, views
+from app.ui.chat_panel import MODEL_QUEUE, QUICK
+from app.ui.services import Services
+from app.ui.session import Sessions
+from mlx_llama3.engine import Engine
+
+TITLE = "mlx-llama3"
+_KEYS = """<dialog id="keys" aria-label="Keys"><h2>Keys</h2><dl>
+<dt><kbd>/</kbd></dt><dd>to the message</dd>
+<dt><kbd>Enter</kbd></dt><dd>send; with <kbd>Shift</kbd> a new line</dd>
+<dt><kbd>Esc</kbd></dt><dd>stop the answer; close what is open</dd>
+<dt><kbd>←</kbd> <kbd>→</kbd> <kbd>↑</kbd> <kbd>↓</kbd></dt><dd>in the heat map: another token, another layer</dd>
+<dt><kbd>?</kbd></dt><dd>this list</dd>
+</dl><form method="dialog"><button class="lg secondary">Close</button></form></dialog>"""
+
+
+def build(engine: Engine, model: str) -> gr.Blocks:
+    """The page. `model` is loaded when it is first opened."""
+    with gr.Blocks(title=TITLE, analytics_enabled=False, fill_height=True, fill_width=True) as page:
+        services = Services(engine, Sessions(), gr.State(None), gr.State(0))
+        with gr.Column(elem_id="page"):
+            with gr.Row(elem_id="topbar"):
+                gr.HTML(f"<h1>{TITLE}</h1>", elem_id="brand")
+                models = models_panel.build(model)
+                gauge = gr.HTML(elem_id="gauge")
+                gr.Button("Convert", elem_id="open-convert", size="sm")
+                gr.Button("Settings", elem_id="open-settings", size="sm")
+                gr.Button("◐", elem_id="theme", size="sm")
+                gr.Button("?", elem_id="show-keys", size="sm")
+            with gr.Row(elem_id="main"):
+                with gr.Column(elem_id="chat-column"):
+                    conversations = conversations_panel.build()
+                    chat = chat_panel.build(gauge)
+                with gr.Column(elem_id="views-column"):
+                    live = views.build(services)
+                with _drawer("settings-drawer", "Settings"):
+                    settings = settings_panel.build()
+                with _drawer("convert-drawer", "Convert a checkpoint"):
+                    convert = convert_panel.build()
+        gr.HTML(_KEYS)
+        shown = conversations_panel.connect(conversations, chat, settings, services)
+        for answered in chat_panel.connect(chat, services, settings, live.heat):
+            answered.then(shown.listed, [services.session_id], [conversations.chooser], **QUICK)
+        convert_panel.connect(convert, convert_panel.Converter(), models)
+        loader = models_panel.Loader(services, model)
+        models_panel.connect(models, services, loader, MODEL_QUEUE).then(
+            shown.refresh, [services.session_id, conversations.memory], shown.outputs, **QUICK
+        )
+        # The first tab loads the model; the conversation is shown once it is there.
+        page.load(loader.first, None, [models.chooser, models.status], show_progress="hidden").then(
+            shown.arrive, [conversations.memory], shown.outputs, js=conversations_panel.RECALL, **QUICK
+        )
+    return page
+
+
+@contextmanager
+def _drawer(elem_id: str, title: str) -> Iterator[None]:
+    """A column that lies over the views while it is open; page.js opens and closes it."""
+    with gr.Column(elem_id=elem_id, elem_classes="drawer"):
+        with gr.Row(elem_classes="drawer-head"):
+            gr.HTML(f"<h2>{title}</h2>")
+            gr.Button("Close", elem_classes="close-drawer", size="sm", min_width=64, scale=0)
+        yield

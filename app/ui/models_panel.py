@@ -1,0 +1,130 @@
+"""The model chooser of the top bar: what there is, how much memory it needs, loading with progress."""
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gradio as gr
+import mlx.core as mx
+
+from app.models import OpenModel, find_model, load_found
+from app.ui import catalogue
+from app.ui.failures import explained
+from app.ui.progress import Watch, follow
+from app.ui.services import Services
+from app.ui.status import bar, notice, size
+
+
+@dataclass(frozen=True)
+class ModelsPanel:
+    """The components."""
+
+    chooser: gr.Dropdown
+    load: gr.Button
+    status: gr.HTML
+
+
+def build(first: str) -> ModelsPanel:
+    """Make the components in the top bar's row; `first` is the model that is loaded with the page."""
+    choices = catalogue.choices()
+    if first not in [name for _, name in choices]:
+        choices.insert(0, (first, first))
+    chooser = gr.Dropdown(
+        choices,
+        value=first,
+        allow_custom_value=True,
+        label="Model: a name, a folder, or a hub id",
+        show_label=False,
+        container=False,
+        elem_id="model",
+        min_width=220,
+        scale=0,
+    )
+    load = gr.Button("Load", elem_id="load", size="sm", min_width=64, scale=0)
+    return ModelsPanel(chooser, load, gr.HTML(elem_id="model-status"))
+
+
+class Loader:
+    """Fetches and loads models, one at a time, for all tabs: they share the one that is loaded.
+
+    What it yields is for the chooser and the status line.
+    """
+
+    def __init__(self, services: Services, first: str) -> None:
+        self.name = first  # as it was asked for, of the model that is loaded or will be
+        self._services = services
+        self._turn = threading.Lock()
+
+    def first(self) -> Iterator[tuple[Any, str]]:
+        """Load the model with which the app was started, unless one is loaded."""
+        while not self._turn.acquire(timeout=0.25):
+            yield gr.skip(), bar("Another tab is loading a model …", None)
+        try:
+            if self._services.sessions.opened is None:
+                yield from self._all(self.name)
+            else:
+                yield gr.update(choices=catalogue.choices(), value=self.name), self._loaded()
+        finally:
+            self._turn.release()
+
+    def load(self, name: str) -> Iterator[tuple[Any, str]]:
+        """Load another model into every tab."""
+        while not self._turn.acquire(timeout=0.25):
+            yield gr.skip(), bar("Another tab is loading a model …", None)
+        try:
+            yield from self._all((name or "").strip())
+        finally:
+            self._turn.release()
+
+    def _all(self, name: str) -> Iterator[tuple[Any, str]]:
+        try:
+            title, folder = yield from self._fetch(name)
+            yield from self._read(title, folder)
+            self.name = name
+            yield gr.skip(), self._loaded()
+        except Exception as error:  # whatever it was, the app goes on; `explained` tells and logs it
+            yield gr.skip(), notice(explained(error), "error")
+
+    def _loaded(self) -> str:
+        return notice(f"loaded · {size(mx.get_active_memory())} of memory")
+
+    def _fetch(self, name: str) -> Iterator[tuple[Any, str]]:
+        """Find the model, downloading it if need be; returns its title and folder."""
+        watch = Watch()
+        with ThreadPoolExecutor(1) as thread:
+            finding = thread.submit(find_model, name, watch)
+            for _ in follow(finding):
+                part = f": {size(watch.done)} of {size(watch.total)}" if watch.total else " …"
+                yield gr.skip(), bar(f"Fetching {name}{part}", watch.share)
+            return finding.result()
+
+    def _read(self, title: str, folder: Path) -> Iterator[tuple[Any, str]]:
+        """Load the model from its folder, and give it to all sessions."""
+        engine, sessions = self._services.engine, self._services.sessions
+        wanted, _ = engine.run(catalogue.needs, folder)
+        # Two models at once may not fit. What is wrong with the folder was found above, before this one goes.
+        engine.run(sessions.close_model)
+        before = mx.get_active_memory()
+        loading = engine.submit(load_found, title, folder)
+        for _ in follow(loading):
+            there = max(0, mx.get_active_memory() - before)
+            yield gr.skip(), bar(f"Loading {title}: {size(min(there, wanted))} of about {size(wanted)}", there / wanted)
+        engine.run(sessions.open_model, loading.result())
+
+
+def describe(services: Services, name: str) -> str:
+    """What is known of a model that is chosen and not loaded."""
+    opened: OpenModel | None = services.sessions.opened
+    if opened is not None and opened.name == name:
+        return ""
+    return notice(f"{name}: {services.engine.run(catalogue.estimate, name)}") if name else ""
+
+
+def connect(panel: ModelsPanel, services: Services, loader: Loader, queue: dict[str, Any]) -> Any:
+    """Wire choosing and loading; returns the event of a load that ended, to show the conversation again."""
+    panel.chooser.input(lambda name: describe(services, name), [panel.chooser], [panel.status], queue=False)
+    outputs = [panel.chooser, panel.status]
+    return panel.load.click(loader.load, [panel.chooser], outputs, show_progress="hidden", **queue)

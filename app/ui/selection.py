@@ -1,0 +1,82 @@
+"""The selected cell and the open tab, which all views share, and how a view keeps up with them."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import gradio as gr
+
+from app.ui.failures import explained
+from app.ui.services import Services
+from app.ui.session import Session
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A layer at a position of a session's trace, both of which are there."""
+
+    session: Session
+    layer: int
+    position: int
+
+    @property
+    def piece(self) -> str:
+        """The text of the position's token."""
+        return self.session.trace.pieces[self.position]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """cell: `[layer, position]` or None. tab: the name of the open tab: only that one's view is computed."""
+
+    services: Services
+    cell: gr.State
+    tab: gr.State
+
+    def find(self, session_id: str | None) -> Cell | None:
+        """The selected cell of the tab's session, if it is still in the trace."""
+        session = self.services.session(session_id)
+        if session is None or session.selected is None:
+            return None
+        layer, position = session.selected
+        if position >= session.trace.norms.shape[-1]:
+            return None
+        return Cell(session, layer, position)
+
+    def redraw(
+        self,
+        tab: str,
+        draw: Callable[..., Any],
+        outputs: Sequence[Any],
+        inputs: Sequence[Any] = (),
+        also: Sequence[Callable[..., Any]] = (),
+    ) -> None:
+        """Keep `outputs` at `draw(cell or None, *inputs)` while `tab` is open, on every change of what it shows.
+
+        also: further events that call for it, as of the view's own controls.
+        """
+
+        def maybe(open_tab: str, session_id: str | None, *rest: Any) -> Any:
+            if open_tab != tab:
+                return gr.skip()
+            return told(self.services, draw, self.find(session_id), *rest)
+
+        changes = [self.cell.change, self.tab.change, self.services.generation_done.change]
+        gr.on(
+            [*changes, *also],
+            maybe,
+            [self.tab, self.services.session_id, *inputs],
+            list(outputs),
+            show_progress="hidden",
+            trigger_mode="multiple",
+        )
+
+
+def told(services: Services, fn: Callable[..., Any], *args: Any) -> Any:
+    """`fn(*args)`; whatever fails is raised as a sentence for the page."""
+    try:
+        return fn(*args)
+    except gr.Error:
+        raise
+    except Exception as error:  # `explained` tells it and logs it; the page goes on
+        raise services.error(explained(error)) from None

@@ -1,0 +1,101 @@
+"""The server of the page, for this machine alone: nothing leaves it, and no other site's page may use it."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.resources import files
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+from app.ui.local_only import middleware
+from mlx_llama3.engine import Engine
+from mlx_llama3.errors import UserError
+
+if TYPE_CHECKING:
+    import gradio as gr
+
+HOST = "127.0.0.1"
+FIRST_PORT, PORTS = 7860, 100
+
+
+@contextmanager
+def serving(model: str, port: int | None) -> Iterator[str]:
+    """Serve the page while the block runs; gives its address. `model` is loaded when it is first opened.
+
+    Raises `UserError` if the port is taken (None: the first free one from 7860 on).
+    """
+    engine = Engine()
+    with TemporaryDirectory(prefix="mlx-llama3-") as uploads, _environment(uploads):
+        from app.ui.layout import build
+
+        page = build(engine, model)
+        try:
+            yield _launch(page, port)
+        finally:
+            page.close(verbose=False)
+            engine.close()
+
+
+def _launch(page: "gr.Blocks", port: int | None) -> str:
+    """Start the server in threads of its own; returns the page's address."""
+    import gradio as gr
+
+    from app.ui.theme import theme
+
+    # Every option by name: where one is left out, an environment variable may decide.
+    page.queue(api_open=False, default_concurrency_limit=4, max_size=64)
+    try:
+        _, address, _ = page.launch(
+            server_name=HOST,
+            server_port=port,
+            share=False,
+            inbrowser=False,
+            inline=False,
+            prevent_thread_lock=True,
+            quiet=True,
+            debug=False,
+            show_error=True,
+            auth=None,
+            run_history=False,
+            enable_monitoring=False,
+            mcp_server=False,
+            ssr_mode=False,
+            num_workers=0,
+            pwa=True,
+            root_path="",
+            max_file_size="1gb",
+            footer_links=[],
+            strict_cors=True,
+            app_kwargs={"middleware": middleware(), "docs_url": None, "redoc_url": None, "openapi_url": None},
+            theme=theme(),
+            css=_file("page.css") + _file("views.css"),
+            head=f"<script>{_file('page.js')}</script>",
+        )
+    except OSError:
+        where = (
+            f"port {port} is taken" if port else f"the ports from {FIRST_PORT} to {FIRST_PORT + PORTS - 1} are taken"
+        )
+        raise UserError(f"{where} taken: give another one with --port") from None
+    gr.set_static_paths([])
+    return address
+
+
+def _file(name: str) -> str:
+    return (files("app.ui") / name).read_text(encoding="utf-8")
+
+
+@contextmanager
+def _environment(uploads: str) -> Iterator[None]:
+    """What must stand in the environment before Gradio is imported, and may not stand there."""
+    for name in [name for name in os.environ if name.startswith("GRADIO_")]:
+        del os.environ[name]
+    os.environ |= {
+        "GRADIO_ANALYTICS_ENABLED": "False",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "GRADIO_TEMP_DIR": uploads,  # else a folder with a known name, which all users of the machine share
+        "GRADIO_NUM_PORTS": str(PORTS),
+    }
+    # Gradio asks its own server at start; a proxy of the network must not be asked instead.
+    for name in ("no_proxy", "NO_PROXY"):
+        os.environ[name] = ",".join(filter(None, [os.environ.get(name), HOST, "localhost"]))
+    yield

@@ -1,0 +1,5 @@
+TAB = "Traces"
+
+
+def build(selection):
+    pass

@@ -1,0 +1,5 @@
+TAB = "What if"
+
+
+def build(selection):
+    pass

@@ -1,0 +1,149 @@
+"""The app with the real demo model, and a browser in which every error and every request that leaves is a failure."""
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PLACES = [
+    "chromium",
+    "chromium-browser",
+    "google-chrome",
+    "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome",
+    "/Applications/Chromium.app/Contents/MacOS/Chromium",
+]
+CHROMIUM = next(filter(None, map(shutil.which, PLACES)), None)
+# The browser itself must ask nobody either, or it could not be told from the page.
+FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+ANSWER = 240_000  # milliseconds; the demo model needs two seconds, a busy machine many more
+
+
+def pytest_terminal_summary(terminalreporter):
+    if CHROMIUM is None:
+        terminalreporter.write_sep(
+            "!", "no chromium: the UI was NOT tested in a browser; sh scripts/chromium.sh", red=True
+        )
+
+
+@pytest.fixture(scope="session")
+def data_folder(tmp_path_factory) -> Iterator[Path]:
+    """The folder of saved conversations, of the tests' own."""
+    folder = tmp_path_factory.mktemp("data")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MLX_LLAMA3_DATA", str(folder))
+        yield folder
+
+
+@pytest.fixture(scope="session")
+def address(demo_folder, data_folder) -> Iterator[str]:
+    """The app, served for all tests of a run."""
+    from app.ui.server import serving
+
+    with serving("demo", None) as address:
+        yield address
+
+
+@pytest.fixture(scope="session")
+def chromium():
+    if CHROMIUM is None:
+        if os.environ.get("BROWSER_REQUIRED"):
+            pytest.fail("no chromium, and BROWSER_REQUIRED is set: sh scripts/chromium.sh says how to get it")
+        pytest.skip("no chromium: sh scripts/chromium.sh says how to get it")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield browser
+        browser.close()
+
+
+class Tab:
+    """A tab with the page, and the moves that people make in it. `page` is Playwright's."""
+
+    def __init__(self, page, address: str) -> None:
+        self.page, self.address = page, address
+        self.faults: list[str] = []
+        page.on("pageerror", lambda error: self.faults.append(f"page error: {error}"))
+        page.on("console", lambda said: said.type == "error" and self.faults.append(f"console: {said.text}"))
+        page.on("request", self._watch)
+        page.on("dialog", lambda dialog: dialog.accept())
+
+    def _watch(self, request) -> None:
+        if not request.url.startswith((self.address, "data:", "blob:")):
+            self.faults.append(f"a request leaves: {request.url}")
+
+    def open(self) -> "Tab":
+        self.page.goto(self.address)
+        return self.ready()
+
+    def reload(self) -> "Tab":
+        self.page.reload()
+        return self.ready()
+
+    def ready(self) -> "Tab":
+        """Wait until the model is loaded and the conversation shown."""
+        self.page.wait_for_selector("#gauge meter", timeout=ANSWER, state="attached")
+        return self
+
+    def ask(self, text: str) -> None:
+        self.page.fill("#composer textarea", text)
+        self.page.press("#composer textarea", "Enter")
+        self.page.wait_for_selector("#stop")
+
+    def answered(self) -> None:
+        self.page.wait_for_selector("#send", timeout=ANSWER)
+
+    def say(self, text: str) -> str:
+        """Ask, wait for the whole answer, and return it."""
+        self.ask(text)
+        self.answered()
+        return self.messages()[-1]
+
+    def messages(self) -> list[str]:
+        return [each.strip() for each in self.page.locator("#chat .message .prose").all_inner_texts()]
+
+    def notice(self) -> str:
+        """The sentence above the composer, "" if there is none."""
+        return "".join(self.page.locator("#chat-notice .notice").all_inner_texts())
+
+    def set_longest_answer(self, tokens: int) -> None:
+        self.page.click("#open-settings")
+        self.page.fill("#max-tokens input", str(tokens))
+        self.page.press("#max-tokens input", "Tab")
+        self.page.keyboard.press("Escape")
+
+    def used(self) -> int:
+        """Tokens of context that the gauge shows."""
+        return int(re.search(r"([\d,]+) / ", self.page.inner_text("#gauge"))[1].replace(",", ""))
+
+
+@pytest.fixture
+def new_tab(chromium, address):
+    """Makes tabs, each as a browser of its own; at the end there must have been no fault in any of them."""
+    contexts, tabs = [], []
+
+    def make(**options) -> Tab:
+        contexts.append(chromium.new_context(viewport={"width": 1360, "height": 860}, **options))
+        tabs.append(Tab(contexts[-1].new_page(), address))
+        return tabs[-1]
+
+    yield make
+    for context in contexts:
+        context.close()
+    assert [fault for tab in tabs for fault in tab.faults] == []
+
+
+@pytest.fixture
+def tab(new_tab) -> Tab:
+    return new_tab().open()
