@@ -15,6 +15,7 @@ help:
 	@echo "make test         all tests"
 	@echo "make lint         ruff's checks and format"
 	@echo "make bench        speed beside mlx-lm"
+	@echo "make fuzz         100,000 damaged files for each reader of checkpoints"
 	@echo "make test-peers   tests beside llama.cpp, which is compiled first (minutes)"
 	@echo "make clean        remove .venv and what tools left behind"
 
@@ -36,6 +37,9 @@ lint: .venv/installed-test
 bench: .venv/installed-test
 	@$(BIN)/python benchmarks/startup.py
 	@$(BIN)/python benchmarks/side_by_side.py
+
+fuzz: .venv/installed-test
+	@$(BIN)/python tests/support/fuzz_readers.py $(ARGS)
 
 test-peers: .venv/installed-peers
 	@$(BIN)/python -m pytest -m peers $(ARGS)

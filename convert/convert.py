@@ -109,18 +109,18 @@ def _write_tensors(
         total=writer.nbytes, unit="B", unit_scale=True, desc="convert", disable=None if progress else True, leave=False
     )
     verified: set[tuple[Path, int]] = set()
+    numbers = {step.tensor.name: f"tensor {n}/{len(plan.steps)}" for n, step in enumerate(plan.steps, 1)}
     written = 0
     try:
         with _small_cache(), bar:
-            for number, step in enumerate(_with_checksums(plan.steps, verified), 1):
-                bar.set_postfix_str(f"tensor {number}/{len(plan.steps)}", refresh=False)
-                for block in read_blocks(step):
-                    for entry, array in zip(step.entries, block.arrays, strict=True):
-                        writer.write(entry.name, block.start, array)
-                        bar.update(array.nbytes)
-                        written += array.nbytes
-                    if on_progress is not None:
-                        on_progress(written, writer.nbytes)
+            for block in read_blocks(_with_checksums(plan.steps, verified)):
+                bar.set_postfix_str(numbers[block.step.tensor.name], refresh=False)
+                for entry, array in zip(block.step.entries, block.arrays, strict=True):
+                    writer.write(entry.name, block.start, array)
+                    bar.update(array.nbytes)
+                    written += array.nbytes
+                if on_progress is not None:
+                    on_progress(written, writer.nbytes)
         writer.finish()
     finally:
         writer.close()

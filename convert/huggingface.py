@@ -18,7 +18,8 @@ from mlx_llama3.config import ModelArgs, from_hf, read_json
 from mlx_llama3.errors import UserError
 from mlx_llama3.shapes import expected_shapes
 
-_SAFETENSORS = re.compile(r"model(?:-\d+-of-(\d+))?\.safetensors")
+# "weights" is what mlx-lm once called its files.
+_SAFETENSORS = re.compile(r"(?:model(?:-\d+-of-(\d+))?|weights(?:\.\d+)?)\.safetensors")
 _TORCH = re.compile(r"pytorch_model(?:-\d+-of-(\d+))?\.bin")
 _KINDS = ((_SAFETENSORS, "model.safetensors.index.json"), (_TORCH, "pytorch_model.bin.index.json"))
 # Tables that older transformers kept among the weights; both follow from config.json.

@@ -8,6 +8,8 @@ from pathlib import Path
 from convert.plan import Plan
 from convert.source import Source
 
+_VERIFIED = "\n## Verified\n"
+
 
 @dataclass(frozen=True)
 class Report:
@@ -36,7 +38,7 @@ class Report:
 
 
 def describe_packing(plan: Plan) -> str:
-    """'bfloat16', or '4-bit in groups of 64 (225 matrices), bfloat16 (65)'."""
+    """'bfloat16', or '4-bit in groups of 64 (225), bfloat16 (65)': of how many tensors each."""
     kinds: Counter[str] = Counter()
     for step in plan.steps:
         how = step.quantization
@@ -49,7 +51,7 @@ def describe_packing(plan: Plan) -> str:
             kinds[how.mode] += 1
     if len(kinds) == 1:
         return next(iter(kinds))
-    return ", ".join(f"{kind} ({count} tensors)" for kind, count in kinds.most_common())
+    return ", ".join(f"{kind} ({count})" for kind, count in kinds.most_common())
 
 
 def checks(checksums: int) -> str:
@@ -90,3 +92,13 @@ Checked while converting: {checks(checksums)}.
     mlx-llama3 chat --model FOLDER
     mlx_lm.generate --model FOLDER --prompt "Hello"
 """
+
+
+def add_to_card(folder: Path, verification: str) -> None:
+    """Put what `verify` printed at the end of a folder's README.md, in the place of what it printed before."""
+    path = folder / "README.md"
+    card = path.read_text(encoding="utf-8") if path.exists() else f"# {folder.absolute().name}\n"
+    text = card.split(_VERIFIED)[0] + _VERIFIED + "\n" + "".join(f"    {line}\n" for line in verification.splitlines())
+    partial = path.with_name(".README.md.partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)

@@ -115,12 +115,13 @@ def _differences(target: Source, source: Source) -> list[str]:
 
 def _describe(name: str, found: Sequence[Comparison]) -> str:
     exact = sum(comparison.exact for comparison in found)
+    count = f"{len(found)} tensor{'s' if len(found) > 1 else ''}"
     if exact == len(found):
-        return f"{name}: {exact} tensors, all equal to the source"
+        return f"{name}: {count}, equal to the source"
     error = math.sqrt(sum(c.error for c in found) / max(sum(c.norm for c in found), 1e-300))
     worst = max(found, key=lambda comparison: comparison.worst)
     return (
-        f"{name}: {len(found)} tensors, {exact} of them equal to the source; relative RMS error {100 * error:.3g} %, "
+        f"{name}: {count}, {exact} of them equal to the source; relative RMS error {100 * error:.3g} %, "
         f"largest error {worst.worst:.2f} of the bound ({worst.name})"
     )
 

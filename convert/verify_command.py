@@ -17,6 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--adapter", metavar="FOLDER", type=Path, help="the LoRA adapter that was fused")
     parser.add_argument("--rope-factor", type=float, metavar="X", help="as given to convert")
     parser.add_argument("--text", metavar="FILE", type=Path, help="text to run both on (default: a built-in one)")
+    parser.add_argument("--write-card", action="store_true", help="add the findings to the folder's README.md")
     parser.add_argument("--no-run", action="store_true", help="only compare the tensors")
 
 
@@ -25,6 +26,7 @@ def run(args: argparse.Namespace) -> int:
 
     UserError for everything that the person can mend.
     """
+    from convert.report import add_to_card
     from convert.text_file import read_text
     from convert.verify import verify
     from mlx_llama3.hub import resolve
@@ -39,4 +41,6 @@ def run(args: argparse.Namespace) -> int:
         run=not args.no_run,
     )
     print(found)
+    if args.write_card:
+        add_to_card(args.folder, str(found))
     return 0 if found.ok else NOT_VERIFIED

@@ -19,6 +19,15 @@ class CheckpointError(UserError):
     """A model folder that cannot be loaded: names the file or tensor, what was expected and the way out."""
 
 
+# What MLX packs: mode -> bits, group sizes.
+_PACKINGS = {
+    "affine": ((1, 2, 3, 4, 5, 6, 8), (32, 64, 128)),
+    "mxfp4": ((4,), (32,)),
+    "mxfp8": ((8,), (32,)),
+    "nvfp4": ((4,), (16,)),
+}
+
+
 @dataclass(frozen=True)
 class Quantization:
     """How one matrix is stored: `mode` affine, mxfp4, ...; `bits` a weight; `group_size` weights share a scale."""
@@ -52,17 +61,23 @@ class Checkpoint:
             return None
         own = self._quantization.get(module)
         settings = {**self._quantization, **own} if isinstance(own, dict) else self._quantization
-        try:
-            return Quantization(int(settings["bits"]), int(settings["group_size"]), str(settings.get("mode", "affine")))
-        except (KeyError, TypeError, ValueError):
+        bits, group_size, mode = settings.get("bits"), settings.get("group_size"), settings.get("mode", "affine")
+        if bits is None or group_size is None:
             raise CheckpointError(
                 f"{self.folder / 'config.json'}: quantization: no bits and group_size for {module}, which has scales"
-            ) from None
+            )
+        known_bits, known_sizes = _PACKINGS.get(str(mode), ((), ()))
+        if bits not in known_bits or group_size not in known_sizes:
+            raise CheckpointError(
+                f"{self.folder / 'config.json'}: quantization: MLX has no mode {mode!r} with {bits!r} bits and groups "
+                f"of {group_size!r}, as {module} is said to have; download or convert the model again"
+            )
+        return Quantization(bits, group_size, mode)
 
     @property
     def dtype(self) -> mx.Dtype:
         """The floating type of most tensors: of the scales in a quantized folder, of the weights in a dense one."""
-        types = [w.dtype for w in self.weights.values() if mx.issubdtype(w.dtype, mx.floating)]
+        types = [w.dtype for w in self.weights.values() if _is_floating(w)]
         return max(set(types), key=types.count)
 
     @property
@@ -70,35 +85,54 @@ class Checkpoint:
         """Bytes of all weights as stored."""
         return sum(w.nbytes for w in self.weights.values())
 
+    def nbytes_as(self, dtype: mx.Dtype) -> int:
+        """Bytes of all weights with `dtype` for all that is floating; what is packed stays packed."""
+        return sum(w.size * (dtype if _is_floating(w) else w.dtype).size for w in self.weights.values())
+
     def _check_shapes(self) -> None:
         unknown = set(self.weights)
+        if self.args.n_layers > len(unknown):  # before a list of all of them is made, which may not end
+            raise CheckpointError(
+                f"{self.folder}: config.json means {self.args.n_layers} layers, the files hold {len(unknown)} tensors"
+            )
         for name, shape in expected_shapes(self.args).items():
-            for key, expected in self._stored_shapes(name, shape).items():
-                if key not in self.weights:
-                    raise CheckpointError(
-                        f"{self.folder}: tensor {key} is missing; download or convert the model again"
-                    )
-                found = tuple(self.weights[key].shape)
-                if found != expected:
-                    raise CheckpointError(
-                        f"{self.folder}: tensor {key} has shape {found}, config.json means {expected}"
-                    )
+            how = self.quantization(name.removesuffix(".weight"))
+            for key, stored in _stored_shapes(name, shape, how).items():
+                self._check_tensor(key, stored, packed=how is not None and (key == name or how.mode != "affine"))
                 unknown.discard(key)
         if unknown:
-            raise CheckpointError(f"{self.folder}: tensor {min(unknown)} is not part of a Llama 3 model")
+            raise CheckpointError(
+                f"{self.folder}: tensor {min(unknown)} is not part of the Llama 3 model that config.json means"
+            )
 
-    def _stored_shapes(self, name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """A dense tensor is one; a quantized one is packed words, scales and (affine) biases."""
-        module = name.removesuffix(".weight")
-        how = self.quantization(module)
-        if how is None:
-            return {name: shape}
-        rows, columns = shape
-        grouped = (rows, columns // how.group_size)
-        shapes = {name: (rows, columns * how.bits // 32), f"{module}.scales": grouped}
-        if how.mode == "affine":
-            shapes[f"{module}.biases"] = grouped
-        return shapes
+    def _check_tensor(self, key: str, shape: tuple[int, ...], *, packed: bool) -> None:
+        if key not in self.weights:
+            raise CheckpointError(f"{self.folder}: tensor {key} is missing; download or convert the model again")
+        tensor = self.weights[key]
+        if tensor.shape != shape:
+            raise CheckpointError(f"{self.folder}: tensor {key} has shape {tensor.shape}, config.json means {shape}")
+        # Integers in the place of numbers, and float8, which MLX reads as bytes, would load and mean nothing.
+        if packed == _is_floating(tensor):
+            kind = str(tensor.dtype).removeprefix("mlx.core.")
+            expected = "packed integers" if packed else "float16, bfloat16 or float32"
+            raise CheckpointError(f"{self.folder}: tensor {key} is {kind}; expected {expected}")
+
+
+def _is_floating(tensor: mx.array) -> bool:
+    return mx.issubdtype(tensor.dtype, mx.floating)
+
+
+def _stored_shapes(name: str, shape: tuple[int, ...], how: Quantization | None) -> dict[str, tuple[int, ...]]:
+    """A dense tensor is one; a quantized one is packed words, scales and (affine) biases."""
+    if how is None:
+        return {name: shape}
+    module = name.removesuffix(".weight")
+    rows, columns = shape
+    grouped = (rows, columns // how.group_size)
+    shapes = {name: (rows, columns * how.bits // 32), f"{module}.scales": grouped}
+    if how.mode == "affine":
+        shapes[f"{module}.biases"] = grouped
+    return shapes
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
@@ -138,7 +172,7 @@ def _weight_files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if index.exists():
         names = configuration.read_json(index).get("weight_map")
-        if not isinstance(names, dict) or not names:
+        if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
             raise CheckpointError(f"{index}: no weight_map; download or convert the model again")
         paths = [folder / Path(name).name for name in sorted(set(names.values()))]
         for path in paths:
@@ -156,9 +190,11 @@ def _weight_files(folder: Path) -> list[Path]:
 def _quantization_settings(settings: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
     """The `quantization` object of config.json: a default, and overrides by module name."""
     ours, foreign = settings.get("quantization"), settings.get("quantization_config")
+    if ours and not isinstance(ours, Mapping):
+        raise CheckpointError(f"{folder / 'config.json'}: quantization is {ours!r:.60}, must be an object or null")
     if foreign and not ours:
-        method = foreign.get("quant_method", "an unknown method")
+        method = foreign.get("quant_method") if isinstance(foreign, Mapping) else foreign
         raise CheckpointError(
-            f"{folder / 'config.json'}: quantized with {method}, which MLX cannot read; take the 16-bit model"
+            f"{folder / 'config.json'}: quantized with {method!r:.60}, which MLX cannot read; take the 16-bit model"
         )
     return ours or {}

@@ -7,14 +7,18 @@ transformers >= 5 writes it (`rope_parameters`). A value that is unknown, missin
 
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from mlx_llama3.errors import UserError
 
 log = logging.getLogger(__name__)
+
+_LARGEST_INT = 2**31 - 1  # of MLX's shapes
+_LARGEST_FLOAT = (2 - 2**-23) * 2.0**127  # of float32
+_Made = TypeVar("_Made")
 
 
 class ConfigError(UserError):
@@ -33,6 +37,15 @@ class RopeScaling:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
+
+    def __post_init__(self) -> None:
+        for key in ("factor", "low_freq_factor", "high_freq_factor"):
+            _check_positive(key, getattr(self, key))
+        _check_whole("original_max_position", self.original_max_position)
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ConfigError(
+                f"high_freq_factor {self.high_freq_factor} must be above low_freq_factor {self.low_freq_factor}"
+            )
 
 
 @dataclass(frozen=True)
@@ -58,17 +71,23 @@ class ModelArgs:
 
     def __post_init__(self) -> None:
         for key in ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim", "vocab_size", "max_seq_len"):
-            value = getattr(self, key)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"{key} is {value!r}; it must be a whole number of at least 1")
+            _check_whole(key, getattr(self, key))
         for key in ("norm_eps", "rope_theta"):
-            value = getattr(self, key)
-            if not isinstance(value, int | float) or not value > 0:
-                raise ConfigError(f"{key} is {value!r}; it must be a number above 0")
+            _check_positive(key, getattr(self, key))
         if self.n_heads % self.n_kv_heads:
             raise ConfigError(f"n_heads {self.n_heads} is not a multiple of n_kv_heads {self.n_kv_heads}")
         if self.head_dim % 2:
             raise ConfigError(f"head_dim {self.head_dim} is odd; RoPE rotates pairs")
+
+
+def _check_whole(key: str, value: Any) -> None:
+    if type(value) is not int or not 1 <= value <= _LARGEST_INT:
+        raise ConfigError(f"{key} is {value!r:.60}; it must be a whole number from 1 to {_LARGEST_INT}")
+
+
+def _check_positive(key: str, value: Any) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= _LARGEST_FLOAT:
+        raise ConfigError(f"{key} is {value!r:.60}; it must be a finite number above 0")
 
 
 def ffn_width(dim: int, multiple_of: int, ffn_dim_multiplier: float | None) -> int:
@@ -112,28 +131,31 @@ def from_meta(
             raise ConfigError(
                 f"{source}: {key}: one of Meta's QAT/SpinQuant/LoRA checkpoints; convert the plain bfloat16 one instead"
             )
-    need = _required(params, source)
-    dim, n_layers, n_heads = need("dim"), need("n_layers"), need("n_heads")
-    if dim % n_heads:
-        raise ConfigError(f"{source}: dim {dim} is not a multiple of n_heads {n_heads}")
-    vocab = need("vocab_size")
-    if vocab == -1:
+    if params.get("vocab_size") == -1:
         if vocab_size is None:
             raise ConfigError(f"{source}: vocab_size is -1 and there is no embedding to take it from")
-        vocab = vocab_size
+        params = {**params, "vocab_size": vocab_size}
+    keys = _Keys(params, source)
+    dim, n_layers, n_heads = keys.whole("dim"), keys.whole("n_layers"), keys.whole("n_heads")
+    if dim % n_heads:
+        raise ConfigError(f"{source}: dim {dim} is not a multiple of n_heads {n_heads}")
+    multiplier = keys.positive("ffn_dim_multiplier", 1.0)
     scaling = None
-    if params.get("use_scaled_rope"):
-        scaling = RopeScaling(rope_factor or (32.0 if (dim, n_layers) in ((2048, 16), (3072, 28)) else 8.0))
-    return ModelArgs(
+    if keys.flag("use_scaled_rope"):
+        factor = 32.0 if (dim, n_layers) in ((2048, 16), (3072, 28)) else 8.0
+        scaling = RopeScaling(factor if rope_factor is None else rope_factor)
+    return _made(
+        ModelArgs,
+        source,
         dim=dim,
         n_layers=n_layers,
         n_heads=n_heads,
-        n_kv_heads=params.get("n_kv_heads") or n_heads,
+        n_kv_heads=keys.whole("n_kv_heads", n_heads),
         head_dim=dim // n_heads,
-        hidden_dim=ffn_width(dim, params.get("multiple_of", 256), params.get("ffn_dim_multiplier")),
-        vocab_size=vocab,
-        norm_eps=need("norm_eps"),
-        rope_theta=float(need("rope_theta")),
+        hidden_dim=ffn_width(dim, keys.whole("multiple_of", 256), multiplier),
+        vocab_size=keys.whole("vocab_size"),
+        norm_eps=keys.positive("norm_eps"),
+        rope_theta=keys.positive("rope_theta"),
         max_seq_len=131072 if scaling else 8192,
         rope_scaling=scaling,
     )
@@ -188,26 +210,28 @@ def from_hf(config: Mapping[str, Any], *, source: str) -> ModelArgs:
     Raises:
         ConfigError: another architecture, a missing or unknown key, or two keys that contradict each other.
     """
-    need = _required(config, source)
-    need("model_type")
+    keys = _Keys(config, source)
+    keys.need("model_type")
     _check_hf_keys(config, source)
-    dim, n_heads = need("hidden_size"), need("num_attention_heads")
+    dim, n_heads = keys.whole("hidden_size"), keys.whole("num_attention_heads")
     if config.get("head_dim") is None and dim % n_heads:
         raise ConfigError(f"{source}: hidden_size {dim} is not a multiple of num_attention_heads {n_heads}")
     theta, scaling = _hf_rope(config, source)
-    return ModelArgs(
+    return _made(
+        ModelArgs,
+        source,
         dim=dim,
-        n_layers=need("num_hidden_layers"),
+        n_layers=keys.whole("num_hidden_layers"),
         n_heads=n_heads,
-        n_kv_heads=config.get("num_key_value_heads") or n_heads,
-        head_dim=config.get("head_dim") or dim // n_heads,
-        hidden_dim=need("intermediate_size"),
-        vocab_size=need("vocab_size"),
-        norm_eps=need("rms_norm_eps"),
+        n_kv_heads=keys.whole("num_key_value_heads", n_heads),
+        head_dim=keys.whole("head_dim", dim // n_heads),
+        hidden_dim=keys.whole("intermediate_size"),
+        vocab_size=keys.whole("vocab_size"),
+        norm_eps=keys.positive("rms_norm_eps"),
         rope_theta=theta,
-        max_seq_len=need("max_position_embeddings"),
+        max_seq_len=keys.whole("max_position_embeddings"),
         rope_scaling=scaling,
-        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+        tie_word_embeddings=keys.flag("tie_word_embeddings"),
     )
 
 
@@ -219,8 +243,11 @@ def _check_hf_keys(config: Mapping[str, Any], source: str) -> None:
             raise ConfigError(
                 f"{source}: {key} is {value!r}, {expected}: this model is not of the Llama 3 architecture"
             )
-    if set(config.get("layer_types") or ()) - {"full_attention"}:
-        raise ConfigError(f"{source}: layer_types holds {config['layer_types'][0]!r}, must all be 'full_attention'")
+    layer_types = config.get("layer_types")
+    if layer_types is not None and not (
+        isinstance(layer_types, list) and layer_types.count("full_attention") == len(layer_types)
+    ):
+        raise ConfigError(f"{source}: layer_types is {layer_types!r:.60}, must be a list of 'full_attention' only")
     unknown = [k for k, v in config.items() if k not in _HF_KNOWN and k not in _HF_FIXED and v not in (None, False)]
     for key in unknown:
         if any(word in key.lower() for word in _HF_SUSPECT):
@@ -231,37 +258,37 @@ def _check_hf_keys(config: Mapping[str, Any], source: str) -> None:
 
 def _hf_rope(config: Mapping[str, Any], source: str) -> tuple[float, RopeScaling | None]:
     """RoPE from `rope_parameters` (new) or `rope_theta` and `rope_scaling` (old), or from both if they agree."""
-    old, new = config.get("rope_scaling"), config.get("rope_parameters")
-    for key, group in (("rope_scaling", old), ("rope_parameters", new)):
-        if group is not None and not isinstance(group, Mapping):
-            raise ConfigError(f"{source}: {key} is {group!r}, must be an object or null")
-    thetas = {
-        float(t) for t in (config.get("rope_theta"), (new or {}).get("rope_theta"), (old or {}).get("rope_theta")) if t
-    }
+    groups = [(key, config[key]) for key in ("rope_scaling", "rope_parameters") if config.get(key) is not None]
+    for key, group in groups:
+        if not isinstance(group, Mapping):
+            raise ConfigError(f"{source}: {key} is {group!r:.60}, must be an object or null")
+    places = [_Keys(config, source), *(_Keys(group, f"{source}: {key}") for key, group in groups)]
+    thetas = {keys.positive("rope_theta") for keys in places if keys.mapping.get("rope_theta") is not None}
     if not thetas:
         raise ConfigError(f"{source}: missing rope_theta (looked for it beside and inside rope_parameters)")
     if len(thetas) > 1:
         raise ConfigError(f"{source}: rope_theta is given as {' and as '.join(map(str, sorted(thetas)))}")
-    readings = [
-        _hf_scaling(group, key, source) for key, group in (("rope_scaling", old), ("rope_parameters", new)) if group
-    ]
+    readings = [_hf_scaling(keys) for keys in places[1:] if keys.mapping]
     if any(r != readings[0] for r in readings):
         raise ConfigError(f"{source}: rope_scaling and rope_parameters contradict each other")
     return thetas.pop(), readings[0] if readings else None
 
 
-def _hf_scaling(group: Mapping[str, Any], key: str, source: str) -> RopeScaling | None:
-    kind = group.get("rope_type", group.get("type", "default"))
+def _hf_scaling(keys: "_Keys") -> RopeScaling | None:
+    kind = keys.mapping.get("rope_type", keys.mapping.get("type", "default"))
+    if (part := keys.mapping.get("partial_rotary_factor")) not in (None, 1):
+        raise ConfigError(f"{keys.source}: partial_rotary_factor is {part!r}, must be 1: Llama 3 rotates whole heads")
     if kind == "default":
         return None
     if kind != "llama3":
-        raise ConfigError(f"{source}: {key}.rope_type is {kind!r}; this program knows 'default' and 'llama3'")
-    need = _required(group, f"{source}: {key}")
-    return RopeScaling(
-        factor=float(need("factor")),
-        low_freq_factor=float(need("low_freq_factor")),
-        high_freq_factor=float(need("high_freq_factor")),
-        original_max_position=int(need("original_max_position_embeddings")),
+        raise ConfigError(f"{keys.source}: rope_type is {kind!r}; this program knows 'default' and 'llama3'")
+    return _made(
+        RopeScaling,
+        keys.source,
+        factor=keys.positive("factor"),
+        low_freq_factor=keys.positive("low_freq_factor"),
+        high_freq_factor=keys.positive("high_freq_factor"),
+        original_max_position=keys.whole("original_max_position_embeddings"),
     )
 
 
@@ -303,17 +330,45 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested without an end
         raise ConfigError(f"{path}: cannot be read as JSON: {error}") from None
     if not isinstance(value, dict):
         raise ConfigError(f"{path}: expected a JSON object, found {type(value).__name__}")
     return value
 
 
-def _required(mapping: Mapping[str, Any], source: str) -> Callable[[str], Any]:
-    def need(key: str) -> Any:
-        if mapping.get(key) is None:
-            raise ConfigError(f"{source}: missing key {key!r}")
-        return mapping[key]
+class _Keys:
+    """The values of a configuration, each of the kind that is asked for; errors name the file and the key."""
 
-    return need
+    def __init__(self, mapping: Mapping[str, Any], source: str) -> None:
+        self.mapping, self.source = mapping, source
+
+    def need(self, key: str, default: Any = None) -> Any:
+        value = self.mapping.get(key)
+        if value is None and default is None:
+            raise ConfigError(f"{self.source}: missing key {key!r}")
+        return default if value is None else value
+
+    def whole(self, key: str, default: int | None = None) -> int:
+        value = self.need(key, default)
+        _check_whole(f"{self.source}: {key}", value)
+        return value
+
+    def positive(self, key: str, default: float | None = None) -> float:
+        value = self.need(key, default)
+        _check_positive(f"{self.source}: {key}", value)
+        return float(value)
+
+    def flag(self, key: str) -> bool:
+        value = self.need(key, False)
+        if type(value) is not bool:
+            raise ConfigError(f"{self.source}: {key} is {value!r:.60}; it must be true or false")
+        return value
+
+
+def _made(kind: type[_Made], source: str, **fields: Any) -> _Made:
+    """`kind(**fields)`, whose own complaints name the file too."""
+    try:
+        return kind(**fields)
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from None

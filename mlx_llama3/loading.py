@@ -36,7 +36,9 @@ def load_model(folder: str | Path, *, dtype: mx.Dtype | None = None) -> Transfor
     dtype = dtype or (mx.float32 if on_cpu else checkpoint.dtype)
     expand = on_cpu and _fits_expanded(checkpoint, dtype)
     if not expand:
-        check_memory(checkpoint.nbytes, str(folder), "choose a smaller model, or one with fewer bits a weight")
+        check_memory(
+            checkpoint.nbytes_as(dtype), str(folder), "choose a smaller model, or one with fewer bits a weight"
+        )
     _check_finite(checkpoint)
     model = _Assembly(checkpoint, dtype).model()
     if expand:
@@ -50,9 +52,10 @@ def _fits_expanded(checkpoint: Checkpoint, dtype: mx.Dtype) -> bool:
     dense = dtype.size * sum(shape[0] * (shape[1] if len(shape) > 1 else 1) for shape in shapes)
     if dense <= 0.9 * available_memory():
         return True
-    log.warning(
-        "%s: %.1f GB do not fit unpacked; weights stay as stored, slow on a CPU", checkpoint.folder, dense / 1e9
-    )
+    if checkpoint.nbytes_as(dtype) < dense:
+        log.warning(
+            "%s: %.1f GB do not fit unpacked; weights stay packed, slow on a CPU", checkpoint.folder, dense / 1e9
+        )
     return False
 
 

@@ -18,6 +18,8 @@ from app.ui.status import gauge, notice
 # One answer or loading of a model at a time, whatever the tab: the others wait in Gradio's queue.
 MODEL_QUEUE = {"concurrency_id": "model", "concurrency_limit": 1}
 QUICK = {"queue": False, "show_progress": "hidden"}
+# For events that output `generation_done`, as `Services` says.
+TELLING = {"concurrency_limit": None, "show_progress": "hidden"}
 
 
 @dataclass(frozen=True)
@@ -79,8 +81,8 @@ def connect(panel: ChatPanel, services: Services, settings: SettingsPanel, live_
     """Wire the panel's events; returns those that follow an answer. `live_heat` takes `heat.payload`."""
     chat, tab = _Chat(services), services.session_id
     asked = [panel.chatbot, panel.composer, panel.notice, panel.send, panel.stop]
-    panel.stop.click(chat.stop, [tab], [panel.notice], **QUICK)
-    panel.chatbot.undo(chat.undo, [tab], [*asked, panel.gauge, services.generation_done], **QUICK)
+    panel.stop.click(chat.stop, [tab], None, **QUICK)
+    panel.chatbot.undo(chat.undo, [tab], [*asked, panel.gauge, services.generation_done], **TELLING)
     questions = [
         gr.on([panel.composer.submit, panel.send.click], chat.ask, [tab, panel.composer], asked, **QUICK),
         panel.chatbot.retry(chat.ask_again, [tab], asked, **QUICK),
@@ -147,13 +149,11 @@ class _Chat:
         finally:
             session.done(asked)
 
-    def stop(self, session_id: str) -> str:
-        """End the answer, also one that waits in the queue."""
+    def stop(self, session_id: str) -> None:
+        """End the answer, also one that waits in the queue. The answer's own last update tells of it."""
         session = self.services.session(session_id)
-        if session is None or session.asked is None:
-            return ""
-        session.asked.stop.set()
-        return notice("Stopping …")
+        if session is not None and session.asked is not None:
+            session.asked.stop.set()
 
     def idle(self, session_id: str) -> Session:
         """The session, if it is not answering."""

@@ -7,7 +7,7 @@ from typing import Any
 import gradio as gr
 
 from app.ui import saved
-from app.ui.chat_panel import QUICK, ChatPanel
+from app.ui.chat_panel import QUICK, TELLING, ChatPanel
 from app.ui.failures import explained
 from app.ui.services import Services
 from app.ui.session import Session
@@ -59,9 +59,9 @@ def connect(panel: ConversationsPanel, chat: ChatPanel, settings: SettingsPanel,
     """Wire the panel's events; the page and the model chooser use what is returned."""
     made = Conversations(panel, chat, settings, services)
     tab = services.session_id
-    panel.chooser.input(made.choose, [tab, panel.chooser], made.outputs, **QUICK)
-    panel.new.click(made.begin, [tab], made.outputs, **QUICK)
-    panel.delete.click(made.delete, [tab], made.outputs, js=_CONFIRM, **QUICK)
+    panel.chooser.input(made.choose, [tab, panel.chooser], made.outputs, **TELLING)
+    panel.new.click(made.begin, [tab], made.outputs, **TELLING)
+    panel.delete.click(made.delete, [tab], made.outputs, js=_CONFIRM, **TELLING)
     panel.rename.click(made.ask_title, [tab], [panel.title], **QUICK).success(None, js=_FOCUS_TITLE)
     panel.title.submit(made.rename, [tab, panel.title], [panel.title, panel.chooser], **QUICK)
     panel.memory.change(None, [panel.memory], None, js=_REMEMBER)

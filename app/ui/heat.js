@@ -1,7 +1,7 @@
-// The heat map. Gradio runs this once for each Heat, with element, trigger, props, server and watch in scope.
+// The heat map. Gradio runs this once for each, with element, trigger, props, server and watch in scope, and config
+// written before it.
 // Values lie token-major, [token][point][row], so that a new token is an append; rows are layers (or heads).
 
-const config = props.config;
 const P = config.points.length;
 const find = (name) => element.querySelector(`.heat-${name}`);
 const scroller = find("scroll"), spacer = find("spacer"), canvas = find("canvas"), tip = find("tip");
@@ -24,6 +24,7 @@ function bytes(text) {
 
 function receive(value) {
   if (!value) return;
+  data.model = value.model || "";
   if (value.trace !== data.trace || value.layers !== data.rows) reset(value);
   if (value.from > data.count) return pull();
   if (value.from < data.count) truncate(value.from);
@@ -43,7 +44,7 @@ async function pull() {
 }
 
 function reset(value) {
-  Object.assign(data, { trace: value.trace, model: value.model || "", rows: value.layers, count: 0, tokens: [], ids: [] });
+  Object.assign(data, { trace: value.trace, rows: value.layers, count: 0, tokens: [], ids: [] });
   data.values = new Float32Array(0);
   ranges = freshRanges();
   view.follow = true;
@@ -109,8 +110,7 @@ function range(row) {
       high = Math.max(high, ranges.first[i]);
     }
   }
-  if (config.top) high = config.top;
-  return { low: Number.isFinite(low) ? Math.max(low, high * config.floor) : 0, high };
+  return { low: Number.isFinite(low) ? low : 0, high };
 }
 
 // 0 to 1 along the colours; NaN where there is nothing to draw.
@@ -150,6 +150,7 @@ function draw() {
   pen.setTransform(ratio, 0, 0, ratio, 0, 0);
   pen.clearRect(0, 0, width, height);
   find("empty").hidden = data.count > 0;
+  title.textContent = [config.label, data.model].filter(Boolean).join(", ");
   find("newest").hidden = view.follow;
   if (data.count) paint(pen, box(width, height, view.width, scroller.scrollLeft));
   legend();
@@ -407,8 +408,11 @@ function button(text, title, act) {
   return made;
 }
 
+const title = document.createElement("div");
+
 function controls() {
   const points = document.createElement("div"), switches = document.createElement("div"), tools = document.createElement("div");
+  title.className = "heat-title";
   points.className = "heat-points";
   points.setAttribute("role", "radiogroup");
   points.setAttribute("aria-label", "What is drawn");
@@ -420,7 +424,7 @@ function controls() {
   if (config.hideFirst !== null) switches.append(control("checkbox", "hide first", "The first token dwarfs all others; hidden, it does not count for the scale", view.hideFirst, (on) => { view.hideFirst = on; }));
   tools.append(button("−", "Narrower columns (key -)", () => zoom(1 / 1.5)), button("+", "Wider columns (key +)", () => zoom(1.5)), button("PNG", "Save the whole picture as PNG", savePng));
   tools.className = "heat-tools";
-  find("bar").append(points, switches, tools);
+  find("bar").append(P > 1 ? points : title, switches, tools);
   find("newest").addEventListener("click", () => { view.follow = true; redraw(); });
 }
 
@@ -456,6 +460,7 @@ function savePng() {
   });
 }
 
+find("empty").textContent = config.empty;
 controls();
 new ResizeObserver(redraw).observe(scroller);
 new MutationObserver(redraw).observe(document.body, { attributes: true, attributeFilter: ["class"] });

@@ -7,6 +7,7 @@ attention sink can be beyond float16.
 """
 
 import base64
+import json
 import secrets
 import weakref
 from collections.abc import Mapping, Sequence
@@ -34,7 +35,7 @@ _TEMPLATE = """
   <div class="heat-scroll" tabindex="0" role="application" aria-roledescription="heat map">
     <div class="heat-spacer"><canvas class="heat-canvas"></canvas></div>
   </div>
-  <div class="heat-empty">${config.empty}</div>
+  <div class="heat-empty"></div>
   <button class="heat-newest" type="button" hidden>newest ⇥</button>
   <div class="heat-tip" hidden></div>
   <div class="heat-live" aria-live="polite"></div>
@@ -46,64 +47,61 @@ _TEMPLATE = """
 """
 
 
-class Heat(gr.HTML):
-    """A heat map. `heat.cell(fn, ...)` listens to selections: `gr.EventData` with trace, row and column.
+def heat_map(
+    label: str,
+    *,
+    points: Sequence[tuple[str, str, str]] = DRAWN,
+    row: str = "layer",
+    column: str = "token",
+    unit: str = "L2 norm",
+    signed: bool = False,
+    share: bool = False,
+    log: bool = True,
+    hide_first: bool | None = True,
+    height: int = 420,
+    empty: str = "",
+    file: str = "heat",
+    **settings: Any,
+) -> gr.HTML:
+    """A heat map. `heat_map(...).cell(fn, ...)` listens to selections: `gr.EventData` with trace, row and column.
 
-    label: for screen readers. points: (name, label, title) of what can be drawn. row, column: what they are. unit: of the
-    values. signed: values around 0, colours in two directions. share: tell each point's share of the first one. log,
-    hide_first: how it begins; hide_first None: the first column is like all others. top: the scale's upper end, if not the largest value. floor: the scale's lower end is not
-    below this part of the upper one. height: in pixels.
+    A function and no subclass of `gr.HTML`, for which Gradio would write a .pyi file into this folder.
+
+    Args:
+        label: for screen readers.
+        points: (name, label, title) of what can be drawn; the first one first.
+        row, column, unit: what a row, a column and a value are.
+        signed: values around 0, colours in two directions.
+        share: tell the other points' share of the first one.
+        log, hide_first: how it begins; hide_first None: the first column is like all others.
+        height: of the picture, in pixels.
+        empty: stands there as long as there are no values.
+        file: the name of a picture that is saved, without its ending.
+        **settings: of `gr.HTML`.
     """
-
-    def __init__(
-        self,
-        *,
-        label: str,
-        points: Sequence[tuple[str, str, str]] = DRAWN,
-        row: str = "layer",
-        column: str = "token",
-        unit: str = "L2 norm",
-        signed: bool = False,
-        share: bool = False,
-        log: bool = True,
-        hide_first: bool | None = True,
-        top: float | None = None,
-        floor: float = 0.0,
-        height: int = 420,
-        empty: str = "",
-        file: str = "heat",
-        **settings: Any,
-    ) -> None:
-        shown = [{"name": name, "label": text, "title": title} for name, text, title in points]
-        config = {
-            "label": label,
-            "points": shown,
-            "row": row,
-            "column": column,
-            "unit": unit,
-            "signed": signed,
-            "share": share,
-            "log": log,
-            "hideFirst": hide_first,
-            "top": top,
-            "floor": floor,
-            "empty": empty,
-            "file": file,
-            "ramps": _ramps(),
-        }
-        super().__init__(
-            html_template=_TEMPLATE,
-            css_template=f"--heat-height: {height}px;\n" + _beside("heat.css"),
-            js_on_load=_beside("heat.js"),
-            apply_default_css=False,
-            server_functions=[heat_rows],
-            config=config,
-            **settings,
-        )
-
-    def get_block_name(self) -> str:
-        """The page has one component for this and every other gr.HTML."""
-        return "html"
+    config = {
+        "label": label,
+        "points": [{"name": name, "label": text, "title": title} for name, text, title in points],
+        "row": row,
+        "column": column,
+        "unit": unit,
+        "signed": signed,
+        "share": share,
+        "log": log,
+        "hideFirst": hide_first,
+        "empty": empty,
+        "file": file,
+        "ramps": _ramps(),
+    }
+    return gr.HTML(
+        html_template=_TEMPLATE,
+        css_template=f"--heat-height: {height}px;\n" + _beside("heat.css"),
+        # In the script and not a property: an update of a component that is hidden loses all properties.
+        js_on_load=f"const config = {json.dumps(config)};\n{_beside('heat.js')}",
+        apply_default_css=False,
+        server_functions=[heat_rows],
+        **settings,
+    )
 
 
 class _Keys:

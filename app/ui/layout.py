@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import gradio as gr
 
 from app.ui import chat_panel, conversations_panel, convert_panel, models_panel, settings_panel, views
-from app.ui.chat_panel import MODEL_QUEUE, QUICK
+from app.ui.chat_panel import MODEL_QUEUE, QUICK, TELLING
 from app.ui.services import Services
 from app.ui.session import Sessions
 from mlx_llama3.engine import Engine
@@ -51,11 +51,11 @@ def build(engine: Engine, model: str) -> gr.Blocks:
         convert_panel.connect(convert, convert_panel.Converter(), models)
         loader = models_panel.Loader(services, model)
         models_panel.connect(models, services, loader, MODEL_QUEUE).then(
-            shown.refresh, [services.session_id, conversations.memory], shown.outputs, **QUICK
+            shown.refresh, [services.session_id, conversations.memory], shown.outputs, **TELLING
         )
         # The first tab loads the model; the conversation is shown once it is there.
         page.load(loader.first, None, [models.chooser, models.status], show_progress="hidden").then(
-            shown.arrive, [conversations.memory], shown.outputs, js=conversations_panel.RECALL, **QUICK
+            shown.arrive, [conversations.memory], shown.outputs, js=conversations_panel.RECALL, **TELLING
         )
     return page
 

@@ -15,10 +15,11 @@ _TITLES = {"attn_out": "attention", "mlp_out": "MLP"}
 def heading(found: Inspection, *, pinned: bool = False) -> str:
     """Which cell this is, and which next token is asked about."""
     probability = dict(found.candidates).get(found.target)
+    mark = "<small>pinned</small> " if pinned else ""
     how = "which came next" if found.target == found.chosen else "which the model is asked about"
     said = f", {markup.percent(probability)} of its prediction" if probability is not None else ""
     return (
-        f"<div class='cell-head'>{'<small>pinned</small> ' if pinned else ''}Layer {found.layer}, token {found.position} {markup.token(found.piece, 30)} → "
+        f"<div class='cell-head'>{mark}Layer {found.layer}, token {found.position} {markup.token(found.piece, 30)} → "
         f"{markup.token(found.texts[found.target], 30)} <small>(id {found.target}, {how}{said})</small></div>"
     )
 

@@ -7,9 +7,10 @@ import gradio as gr
 import numpy as np
 
 from app.ui import lens_tables, markup
-from app.ui.heat import Heat, rows_value
+from app.ui.heat import heat_map, rows_value
 from app.ui.inspection import Inspection, inspect
 from app.ui.selection import Cell, Selection, told
+from app.ui.session import Session
 
 TAB = "Lens & attention"
 _WHAT = """
@@ -39,9 +40,9 @@ class _Panel:
     attribution: gr.HTML
     promoted: gr.HTML
     by_head: gr.Checkbox
-    heads: Heat
-    attention: Heat
-    pinned_attention: Heat
+    heads: gr.HTML
+    attention: gr.HTML
+    pinned_attention: gr.HTML
 
     @property
     def all(self) -> list[Any]:
@@ -69,7 +70,7 @@ def _components() -> _Panel:
     hidden: dict[str, Any] = {"visible": False}
     with gr.Row(elem_classes="view-row"):
         head = gr.HTML(markup.empty(_PICK), elem_id="lens-head")
-        target = gr.Dropdown(label="Next token asked about", elem_id="lens-target", min_width=190, scale=0, **hidden)
+        target = gr.Dropdown(label="Next token asked about", elem_id="lens-target", min_width=280, scale=0, **hidden)
         pin = gr.Button("Pin", size="sm", elem_id="lens-pin", min_width=70, scale=0, **hidden)
     with gr.Tabs(elem_id="lens-parts"):
         with gr.Tab("Logit lens"):
@@ -77,8 +78,8 @@ def _components() -> _Panel:
         with gr.Tab("Attribution"):
             by_head = gr.Checkbox(False, label="by head", elem_id="lens-by-head", container=False, **hidden)
             attribution = gr.HTML(elem_id="lens-attribution")
-            heads = Heat(
-                label="Direct logit attribution by head",
+            heads = heat_map(
+                "Direct logit attribution by head",
                 points=(("attribution", "Heads", "What each head adds to the logit"),),
                 column="head",
                 unit="added to the logit",
@@ -95,9 +96,9 @@ def _components() -> _Panel:
     return _Panel(head, target, pin, lens, attribution, promoted, by_head, heads, attention, pinned_attention)
 
 
-def _attention_heat(elem_id: str) -> Heat:
-    return Heat(
-        label="Attention of every head",
+def _attention_heat(elem_id: str) -> gr.HTML:
+    return heat_map(
+        "Attention of every head",
         points=(("attention", "Attention", "Share of the head's attention"),),
         row="head",
         column="key",
@@ -116,7 +117,7 @@ class _Draw:
 
     selection: Selection
 
-    def cell(self, cell: Cell | None, pinned: Inspection | None, by_head: bool) -> list[Any]:
+    def cell(self, _: Session | None, cell: Cell | None, pinned: Inspection | None, by_head: bool) -> list[Any]:
         """The selected cell, asked about the token that came next."""
         return self._show(cell, None, pinned, by_head)
 

@@ -7,7 +7,6 @@ import gradio as gr
 
 from app.ui import heat, markup
 from app.ui.selection import Cell, Selection
-from app.ui.services import Services
 from mlx_llama3.trace.norms import POINTS
 
 TAB = "Live"
@@ -33,14 +32,14 @@ _STEPS = {
 class LiveView:
     """heat: takes `heat.payload(trace, start)` while an answer comes."""
 
-    heat: heat.Heat
+    heat: gr.HTML
 
 
 def build(selection: Selection) -> LiveView:
     """Make the view in the current tab and wire it."""
     services = selection.services
-    picture = heat.Heat(
-        label="Norms while the model speaks",
+    picture = heat.heat_map(
+        "Norms while the model speaks",
         share=True,
         elem_id="live-heat",
         empty="Ask something: the layers appear here, token by token.",
@@ -50,7 +49,7 @@ def build(selection: Selection) -> LiveView:
     with gr.Accordion("What is this?", open=False):
         gr.Markdown(_WHAT)
     live = _Live(selection)
-    quick = {"queue": False, "show_progress": "hidden", "trigger_mode": "multiple"}
+    quick = {"concurrency_limit": None, "show_progress": "hidden", "trigger_mode": "multiple"}
     picture.cell(live.select, [services.session_id], [selection.cell, summary], **quick)
     services.generation_done.change(live.refresh, [services.session_id], [picture, selection.cell, summary], **quick)
     return LiveView(picture)

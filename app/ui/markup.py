@@ -34,12 +34,12 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]], *, css: str = "", 
 
 def cell(content: str) -> str:
     """A table cell, unless it is one already."""
-    return content if content.startswith("<td") or content.startswith("<th") else f"<td>{content}</td>"
+    return content if content.startswith(("<td", "<th")) else f"<td>{content}</td>"
 
 
 def shaded(content: str, share: float, title: str = "") -> str:
     """A table cell whose background says how large `share` (0 to 1) is."""
-    strength = round(100 * min(1.0, max(0.0, share)) ** 0.5 * 0.75)
+    strength = round(100 * min(1.0, max(0.0, share)) ** 0.5 * 0.6)
     style = f"background: color-mix(in oklab, var(--view-shade) {strength}%, transparent)"
     return f'<td style="{style}" title="{escape(title)}">{content}</td>'
 

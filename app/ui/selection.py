@@ -49,21 +49,17 @@ class Selection:
         draw: Callable[..., Any],
         outputs: Sequence[Any],
         inputs: Sequence[Any] = (),
-        also: Sequence[Callable[..., Any]] = (),
     ) -> None:
-        """Keep `outputs` at `draw(cell or None, *inputs)` while `tab` is open, on every change of what it shows.
-
-        also: further events that call for it, as of the view's own controls.
-        """
+        """Keep `outputs` at `draw(session or None, cell or None, *inputs)` while `tab` is open, whatever changes."""
 
         def maybe(open_tab: str, session_id: str | None, *rest: Any) -> Any:
             if open_tab != tab:
                 return gr.skip()
-            return told(self.services, draw, self.find(session_id), *rest)
+            return told(self.services, draw, self.services.session(session_id), self.find(session_id), *rest)
 
         changes = [self.cell.change, self.tab.change, self.services.generation_done.change]
         gr.on(
-            [*changes, *also],
+            changes,
             maybe,
             [self.tab, self.services.session_id, *inputs],
             list(outputs),

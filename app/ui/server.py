@@ -72,9 +72,7 @@ def _launch(page: "gr.Blocks", port: int | None) -> str:
             head=f"<script>{_file('page.js')}</script>",
         )
     except OSError:
-        where = (
-            f"port {port} is taken" if port else f"the ports from {FIRST_PORT} to {FIRST_PORT + PORTS - 1} are taken"
-        )
+        where = f"port {port} is" if port else f"the ports from {FIRST_PORT} to {FIRST_PORT + PORTS - 1} are"
         raise UserError(f"{where} taken: give another one with --port") from None
     gr.set_static_paths([])
     return address

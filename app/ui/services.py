@@ -18,7 +18,8 @@ class Services:
     session_id: holds the tab's id; an input of every event that needs the session.
     generation_done: a counter that goes up when what the views show has changed as a whole: an answer ended, another
         conversation or model is there, or other edits. Views listen with `services.generation_done.change(...)`; an
-        event that changes the edits outputs `services.next_change()` to it.
+        event that changes the edits outputs `services.next_change()` to it. Such an event must go through the queue
+        (not `queue=False`): past it, Gradio does not tell the page that a State has changed.
     """
 
     engine: Engine

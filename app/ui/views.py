@@ -18,5 +18,5 @@ def build(services: Services) -> LiveView:
         for view in _VIEWS:
             with gr.Tab(view.TAB) as tab:
                 built.append(view.build(selection))
-            tab.select(lambda name=view.TAB: name, None, selection.tab, queue=False, show_progress="hidden")
+            tab.select(lambda name=view.TAB: name, None, selection.tab, concurrency_limit=None, show_progress="hidden")
     return built[0]

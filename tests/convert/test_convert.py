@@ -283,9 +283,9 @@ def test_kill_9_leaves_nothing_and_the_next_run_cleans_up(tmp_path, after):
         import time
         from convert import convert as module
         read_blocks, count = module.read_blocks, 0
-        def slow(step):
+        def slow(steps):
             global count
-            for block in read_blocks(step):
+            for block in read_blocks(steps):
                 if count == {after}:
                     print("here", flush=True)
                     time.sleep(60)

@@ -75,6 +75,12 @@ def test_several_files_with_and_without_index(tmp_path, index):
     same_values(source, WEIGHTS)
 
 
+def test_files_of_early_mlx_lm(tmp_path):
+    folder = write_folder(tmp_path, ARGS, WEIGHTS)
+    (folder / "model.safetensors").rename(folder / "weights.00.safetensors")
+    same_values(open_huggingface(folder), WEIGHTS)
+
+
 @pytest.mark.parametrize("count, index", [(1, False), (2, True), (3, False)])
 def test_torch_files(tmp_path, count, index):
     source = open_huggingface(torch_files(tmp_path, count, index))

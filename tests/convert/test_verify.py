@@ -54,7 +54,7 @@ def test_dense_folder(tmp_path):
     found = check(tmp_path, write_meta(tmp_path / "in", 4), dtype="bfloat16")
     assert found.ok and all(c.exact for c in found.comparisons) and len(found.comparisons) == 21
     assert found.divergence.kl < 1e-6 and found.divergence.agreement == 1
-    assert "bfloat16: 21 tensors, all equal to the source" in str(found) and str(found).endswith("verified")
+    assert "bfloat16: 21 tensors, equal to the source" in str(found) and str(found).endswith("verified")
 
 
 def test_cast_folder_equals_the_cast_source(tmp_path):
@@ -176,6 +176,17 @@ def command(*arguments: str | Path) -> int:
     parser = verify_command.argparse.ArgumentParser()
     verify_command.add_arguments(parser)
     return verify_command.run(parser.parse_args(list(map(str, arguments))))
+
+
+def test_findings_on_the_model_card(pair, capsys):
+    for _ in range(2):
+        assert command(pair[0], "--against", pair[1], "--no-run", "--write-card") == 0
+    card = (pair[0] / "README.md").read_text()
+    printed = "".join(f"    {line}\n" for line in capsys.readouterr().out.splitlines()[-4:])
+    assert card.count("## Verified") == 1 and card.endswith(printed) and card.startswith("---\nlibrary_name: mlx")
+    (pair[0] / "README.md").unlink()
+    assert command(pair[0], "--against", pair[1], "--no-run", "--write-card") == 0
+    assert (pair[0] / "README.md").read_text().startswith("# out\n")
 
 
 def test_command_and_its_exit_codes(pair, capsys):

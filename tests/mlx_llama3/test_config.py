@@ -74,11 +74,16 @@ def test_meta_vocabulary_from_the_embedding():
         ({"n_heads": 33}, "n_heads"),
         ({"n_kv_heads": 5}, "n_kv_heads"),
         ({"dim": 4096.5}, "dim"),
+        ({"n_kv_heads": 0}, "n_kv_heads"),
+        ({"use_scaled_rope": "false"}, "use_scaled_rope is 'false'; it must be true or false"),
+        ({"ffn_dim_multiplier": "1.3"}, "ffn_dim_multiplier"),
+        ({"multiple_of": 0}, "multiple_of"),
     ],
 )
 def test_meta_refuses(change, named):
-    with pytest.raises(ConfigError, match=named):
+    with pytest.raises(ConfigError, match=named) as refused:
         from_meta(META | change, source="params.json")
+    assert str(refused.value).startswith("params.json: ")
 
 
 def test_hf_old_and_new_dialect_agree():
@@ -124,11 +129,50 @@ def test_hf_written_config_reads_back_in_each_dialect_alone():
         ({"hidden_size": None}, "hidden_size"),
         ({"head_dim": 63}, "head_dim"),
         ({"vocab_size": "many"}, "vocab_size"),
+        ({"num_hidden_layers": 30.0}, "num_hidden_layers is 30.0; it must be a whole number"),
+        ({"num_hidden_layers": True}, "num_hidden_layers"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads is 0"),
+        ({"num_key_value_heads": 5}, "n_heads 32 is not a multiple of n_kv_heads 5"),
+        ({"head_dim": 0}, "head_dim is 0"),
+        ({"hidden_size": 10**12}, "hidden_size"),
+        ({"rms_norm_eps": "1e-5"}, "rms_norm_eps is '1e-5'; it must be a finite number"),
+        ({"rms_norm_eps": float("inf")}, "rms_norm_eps"),
+        ({"rope_theta": 0}, "rope_theta is 0"),
+        ({"rope_theta": "large"}, "rope_theta"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false'; it must be true or false"),
+        ({"layer_types": 5}, "layer_types"),
+        ({"rope_scaling": LLAMA3 | {"factor": 0}}, "factor"),
+        (
+            {"rope_scaling": LLAMA3 | {"high_freq_factor": 1.0}},
+            "high_freq_factor 1.0 must be above low_freq_factor 1.0",
+        ),
+        ({"rope_scaling": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
     ],
 )
 def test_hf_refuses(change, named):
-    with pytest.raises(ConfigError, match=named):
+    with pytest.raises(ConfigError, match=named) as refused:
         from_hf(HF | {"rope_theta": 500000.0} | change, source="config.json")
+    assert str(refused.value).startswith("config.json: ")
+
+
+ODD = [True, 0, -1, 2.5, float("nan"), 10**400, "x", "", [], [None], {}, {"type": "x"}]
+
+
+@pytest.mark.parametrize("value", ODD, ids=lambda value: repr(value)[:12])
+def test_whatever_a_key_holds_there_is_an_error_in_one_line_or_a_model(value):
+    hf = to_hf(tiny_args(rope_scaling=RopeScaling(8.0))) | {"layer_types": ["full_attention"]}
+    changed = [(from_hf, hf | {key: value}) for key in hf]
+    for group in ("rope_scaling", "rope_parameters"):
+        changed += [(from_hf, hf | {group: hf[group] | {key: value}}) for key in hf[group]]
+    changed += [(from_meta, META | {key: value}) for key in META]
+    refused = 0
+    for read, config in changed:
+        try:
+            read(config, source="c")
+        except ConfigError as error:
+            assert "\n" not in str(error)
+            refused += 1
+    assert refused > len(changed) / 2
 
 
 def test_hf_harmless_unknown_key_is_told(caplog):

@@ -21,8 +21,11 @@ import json, sys
 from mlx_llama3.errors import UserError
 from mlx_llama3.hub import resolve
 for name in sys.argv[1:]:
+    seen = []
     try:
-        print(json.dumps(["folder", str(resolve(name))]))
+        folder = str(resolve(name, lambda *bytes: seen.append(bytes)))
+        print("progress:", *seen[-1:], file=sys.stderr)
+        print(json.dumps(["folder", folder]))
     except UserError as error:
         print(json.dumps(["error", str(error)]))
 """
@@ -179,6 +182,14 @@ def test_progress_counts_every_byte(hub, environment):
     size = sum(map(len, MODEL.values()))
     assert max(told) == (size, size)
     assert any(0 < count < size for count, _ in told), "told while it goes on"
+
+
+def test_progress_counts_bytes_up_to_all_of_them(hub, environment):
+    hub.repositories["org/model"] = Repository(MODEL)
+    process = start(environment, "org/model", "org/model")
+    _, err = process.communicate(timeout=60)
+    total = sum(map(len, MODEL.values()))
+    assert f"progress: ({total}, {total})\nprogress:\n" in err, "and the second time nothing is downloaded"
 
 
 def test_a_download_that_breaks_off_goes_on_where_it_was(hub, environment):

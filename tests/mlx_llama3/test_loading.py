@@ -123,7 +123,9 @@ def change(name: str, value: mx.array | None) -> dict[str, mx.array]:
     [
         ("model.norm.weight", None, "model.norm.weight is missing"),
         ("model.norm.weight", mx.ones(63), r"model.norm.weight has shape \(63,\), config.json means \(64,\)"),
-        ("model.layers.1.mlp.up_proj.bias", mx.ones(96), "up_proj.bias is not part of a Llama 3 model"),
+        ("model.layers.1.mlp.up_proj.bias", mx.ones(96), "up_proj.bias is not part of the Llama 3 model"),
+        ("model.layers.3.input_layernorm.weight", mx.ones(64), "layers.3.input_layernorm.weight is not part of the"),
+        ("model.norm.weight", mx.ones(64, mx.int32), "norm.weight is int32; expected float16, bfloat16 or float32"),
         ("model.layers.2.mlp.up_proj.weight", mx.full((96, 64), mx.nan), "layers.2.mlp.up_proj.weight holds NaN"),
         ("model.layers.0.input_layernorm.weight", mx.full((64,), mx.inf), "layers.0.input_layernorm.weight holds NaN"),
     ],
@@ -131,6 +133,55 @@ def change(name: str, value: mx.array | None) -> dict[str, mx.array]:
 def test_tensors_that_do_not_fit(tmp_path, name, value, said):
     with pytest.raises(UserError, match=said):
         load_model(write_folder(tmp_path, ARGS, change(name, value)))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("mlp.up_proj.weight", mx.ones((96, 8)), "up_proj.weight is float32; expected packed integers"),
+        ("mlp.up_proj.scales", mx.ones((96, 2), mx.int32), "up_proj.scales is int32; expected float16"),
+        ("mlp.up_proj.scales", mx.ones((95, 2)), r"up_proj.scales has shape \(95, 2\), config.json means \(96, 2\)"),
+        ("mlp.up_proj.biases", None, "up_proj.biases is missing"),
+        ("mlp.up_proj.biases", mx.full((96, 2), mx.nan), "up_proj.biases holds NaN"),
+    ],
+)
+def test_packed_tensors_that_do_not_fit(tmp_path, name, value, said):
+    packed = quantized(random_weights(ARGS)) | {f"model.layers.1.{name}": value}
+    packed = {key: w for key, w in packed.items() if w is not None}
+    with pytest.raises(UserError, match=f"layers.1.mlp.{said}"):
+        load_model(write_folder(tmp_path, ARGS, packed, quantization={"bits": 4, "group_size": 32}))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ("q4", "quantization is 'q4', must be an object"),
+        ({"bits": 7, "group_size": 32}, "MLX has no mode 'affine' with 7 bits and groups of 32"),
+        ({"bits": 4, "group_size": 0}, "4 bits and groups of 0"),
+        ({"bits": "4", "group_size": 32}, "'4' bits"),
+        ({"bits": 4, "group_size": 32, "mode": "nvfp4"}, "no mode 'nvfp4' with 4 bits and groups of 32"),
+        ({"bits": 4, "group_size": 32, "mode": "ternary"}, "no mode 'ternary'"),
+        ({"bits": 3, "group_size": 32}, r"has shape \(320, 8\), config.json means \(320, 6\)"),
+    ],
+)
+def test_settings_that_mlx_does_not_have(tmp_path, settings, said):
+    folder = write_folder(tmp_path, ARGS, quantized(random_weights(ARGS)), quantization=settings)
+    with pytest.raises(UserError, match=said):
+        load_model(folder)
+
+
+def test_more_layers_than_tensors(tmp_path):
+    folder = write_folder(tmp_path, ARGS, num_hidden_layers=2_000_000_000)
+    with pytest.raises(UserError, match="config.json means 2000000000 layers, the files hold 30 tensors"):
+        load_model(folder)
+
+
+@pytest.mark.parametrize("names", [5, {}, {"a": 5}, {"a": None}])
+def test_an_index_that_names_no_files(tmp_path, names):
+    folder = write_folder(tmp_path, ARGS)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    with pytest.raises(UserError, match="index.json: no weight_map"):
+        load_model(folder)
 
 
 def test_scales_without_settings(tmp_path):
@@ -175,6 +226,26 @@ def test_larger_than_memory(tmp_path, monkeypatch):
         monkeypatch.setattr(module, "available_memory", lambda: 100_000)
     with pytest.raises(UserError, match="needs 0.0 GB of memory, 0.0 GB are available; choose a smaller"):
         load_model(folder)
+
+
+def test_memory_is_counted_in_the_dtype_that_the_weights_get(tmp_path, monkeypatch):
+    """On the CPU 16-bit weights become float32: twice what the files say."""
+    folder = write_folder(tmp_path, ARGS, {name: w.astype(mx.bfloat16) for name, w in random_weights(ARGS).items()})
+    stored = Checkpoint(folder).nbytes
+    for module in (loading, memory):
+        monkeypatch.setattr(module, "available_memory", lambda: int(1.9 * stored))
+    with pytest.raises(UserError, match="of memory, 0.0 GB are available"):
+        load_model(folder)
+    assert load_model(folder, dtype=mx.bfloat16)(TOKENS).dtype == mx.bfloat16
+
+
+def test_what_does_not_fit_unpacked_stays_packed_and_says_so(tmp_path, monkeypatch, caplog):
+    folder = write_folder(tmp_path, ARGS, quantized(random_weights(ARGS)), quantization={"bits": 4, "group_size": 32})
+    for module in (loading, memory):
+        monkeypatch.setattr(module, "available_memory", lambda: 2 * Checkpoint(folder).nbytes)
+    model = load_model(folder)
+    assert model.layers[0].attention.wqkv.parts[0].weight.dtype == mx.uint32
+    assert "do not fit unpacked; weights stay packed" in caplog.text
 
 
 def test_available_memory_is_a_plausible_number_of_bytes():

@@ -74,10 +74,15 @@ class Tab:
     def __init__(self, page, address: str) -> None:
         self.page, self.address = page, address
         self.faults: list[str] = []
+        self.leaving = False  # Gradio complains of a stream that breaks off when its page goes
         page.on("pageerror", lambda error: self.faults.append(f"page error: {error}"))
-        page.on("console", lambda said: said.type == "error" and self.faults.append(f"console: {said.text}"))
+        page.on("console", self._hear)
         page.on("request", self._watch)
         page.on("dialog", lambda dialog: dialog.accept())
+
+    def _hear(self, said) -> None:
+        if said.type == "error" and not self.leaving:
+            self.faults.append(f"console: {said.text}")
 
     def _watch(self, request) -> None:
         if not request.url.startswith((self.address, "data:", "blob:")):
@@ -88,7 +93,9 @@ class Tab:
         return self.ready()
 
     def reload(self) -> "Tab":
+        self.leaving = True
         self.page.reload()
+        self.leaving = False
         return self.ready()
 
     def ready(self) -> "Tab":

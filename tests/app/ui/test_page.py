@@ -55,11 +55,11 @@ def test_escape_stops_at_once(tab):
 def test_two_tabs_wait_for_each_other_and_do_not_mix(new_tab):
     one, two = new_tab().open(), new_tab().open()
     one.ask("What is the capital of France?")
-    two.ask("What is the capital of Spain?")
+    two.ask("What is the capital of Germany?")
     one.answered()
     two.answered()
     assert one.messages() == ["What is the capital of France?", "The capital of France is Paris."]
-    assert two.messages() == ["What is the capital of Spain?", "The capital of Spain is Madrid."]
+    assert two.messages() == ["What is the capital of Germany?", "The capital of Germany is Berlin."]
 
 
 def test_an_answer_that_waits_can_be_stopped(new_tab):
@@ -194,7 +194,9 @@ def test_an_error_is_a_sentence_and_the_app_goes_on(tab):
     tab.page.wait_for_selector("#chat-notice .error")
     assert "the context holds 8192" in tab.notice()
     assert tab.page.input_value("#composer textarea") == "Is there room for this?"
+    tab.page.click("#open-settings")
     tab.page.fill("#system-prompt textarea", "")
+    tab.page.keyboard.press("Escape")
     assert tab.say("What is the capital of France?") == "The capital of France is Paris."
 
 
