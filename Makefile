@@ -37,6 +37,7 @@ lint: .venv/installed-test
 bench: .venv/installed-test
 	@$(BIN)/python benchmarks/startup.py
 	@$(BIN)/python benchmarks/side_by_side.py
+	@$(BIN)/python benchmarks/tracing.py
 
 fuzz: .venv/installed-test
 	@$(BIN)/python tests/support/fuzz_readers.py $(ARGS)

@@ -7,7 +7,7 @@
 3. The Hugging Face folder that (1) made -> 4 bits and -> bfloat16, by this converter and by mlx_lm.convert.
 
 Memory is the process's peak resident set above what the same interpreter has after its imports. Times are the shortest
-of some rounds, in which the two programs alternate, and include flushing to the disk, which mlx-lm leaves to the system.
+of some rounds, in which the two programs alternate; they include flushing to the disk, which mlx-lm itself leaves out.
 """
 
 import argparse
