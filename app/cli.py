@@ -4,6 +4,7 @@ Nothing heavy is imported before the arguments are understood, so that `--help` 
 """
 
 import argparse
+import errno
 import os
 import sys
 import traceback
@@ -60,6 +61,7 @@ def build_parser(command: str | None) -> Parser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code: 0, 2 for an error that the person can mend, 130 for Ctrl-C."""
+    _open_closed_streams()
     argv = sys.argv[1:] if argv is None else list(argv)
     command = next((word for word in argv if not word.startswith("-")), None)
     try:
@@ -70,10 +72,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(args)
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:
-        # The reader has left. Python flushes standard output once more at its end and would complain of it.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader has left
+        _drop_output()
         return BROKEN_PIPE
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        _drop_output()
+        print(f"error: {error.filename or 'standard output'}: the disk is full; make room", file=sys.stderr)
+        return 2
+
+
+def _open_closed_streams() -> None:
+    """A stream that the caller closed (`>&-`) is nowhere; else the next file that is opened would take its number."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
+
+
+def _drop_output() -> None:
+    """Python flushes standard output once more at its end, and would complain of it again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(args: argparse.Namespace) -> int:

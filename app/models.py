@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from convert.demo import demo_model
+from mlx_llama3.api import load_folder
 from mlx_llama3.hub import DEMO, resolve
-from mlx_llama3.loading import load_model
 from mlx_llama3.model import Transformer
-from mlx_llama3.tokenizer import Tokenizer, load_tokenizer
+from mlx_llama3.tokenizer import Tokenizer
 
 
 class OpenModel(NamedTuple):
@@ -37,8 +37,7 @@ def find_model(name: str, on_progress: Callable[[int, int], None] | None = None)
 
 def load_found(title: str, folder: Path) -> OpenModel:
     """Load the model of a folder. Raises `UserError` if it is broken or too large for the memory."""
-    tokenizer = load_tokenizer(folder)  # first: it is quick, and may be what is missing
-    return OpenModel(title, load_model(folder), tokenizer)
+    return OpenModel(title, *load_folder(folder))
 
 
 @contextmanager

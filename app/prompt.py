@@ -1,7 +1,6 @@
 """The prompt of a command that runs once: its options, and the ids they stand for."""
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 from app.options import utf8, whole
 from app.plain import read_stdin
 from mlx_llama3.errors import UserError
+from mlx_llama3.files import parse_json, read_bytes
+from mlx_llama3.messages import PromptError, read_messages
 
 if TYPE_CHECKING:
     from mlx_llama3.model import Transformer
@@ -38,12 +39,12 @@ def prompt_messages(args: argparse.Namespace) -> list[dict[str, Any]] | None:
     if given and args.system is not None:
         raise UserError(f"--system does not go with --{given}, which says everything itself")
     if given == "messages":
-        return read_messages(args.messages)
+        return read_messages_file(args.messages)
     if given:
         return None
     text = args.prompt if args.prompt is not None else _stdin_text()
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
-    return [*system, {"role": "user", "content": text}]
+    return read_messages([*system, {"role": "user", "content": text}])
 
 
 def prompt_ids(args: argparse.Namespace, messages: list[dict[str, Any]] | None, tokenizer: "Tokenizer") -> list[int]:
@@ -67,24 +68,20 @@ def room_for_answer(model: "Transformer", ids: list[int], context: int | None) -
     return capacity - len(ids)
 
 
-def read_messages(path: Path) -> list[dict[str, Any]]:
+def read_messages_file(path: Path) -> list[dict[str, Any]]:
     """A list of messages, or an object with one under "messages". Raises `UserError` that names the file."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path}: cannot read the messages: {error.strerror}") from error
-    except ValueError as error:  # not JSON, or not UTF-8
-        raise UserError(f"{path} is not JSON: {error}") from error
+    content = parse_json(read_bytes(path), path)
     messages = content.get("messages") if isinstance(content, dict) else content
     if not isinstance(messages, list) or not messages:
         raise UserError(f'{path} holds no messages; expected [{{"role": "user", "content": "..."}}, ...]')
-    for number, message in enumerate(messages, 1):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise UserError(f"{path}: message {number} must be an object with role and content")
-    return messages
+    try:
+        return read_messages(messages)
+    except PromptError as error:
+        raise UserError(f"{path}: {error}") from error
 
 
 def _stdin_text() -> str:
-    if sys.stdin.isatty():
+    text = "" if sys.stdin.isatty() else "\n".join(read_stdin())
+    if not text.strip():
         raise UserError("there is no prompt: give --prompt, --messages, --raw or --ids, or text on standard input")
-    return "\n".join(read_stdin())
+    return text

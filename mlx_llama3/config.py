@@ -5,7 +5,6 @@ transformers >= 5 writes it (`rope_parameters`). A value that is unknown, missin
 `ConfigError` with the key's name: a silent default is the worst fault of this field.
 """
 
-import json
 import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mlx_llama3.errors import UserError
+from mlx_llama3.files import parse_json, read_bytes
 
 log = logging.getLogger(__name__)
 
@@ -325,13 +325,8 @@ def to_hf(args: ModelArgs) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """One JSON object from a file; a missing, unreadable or other file raises `ConfigError` naming it."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file") from None
-    except (OSError, ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested without an end
-        raise ConfigError(f"{path}: cannot be read as JSON: {error}") from None
+    """One JSON object from a file. Raises `UserError` naming it if it is missing, unreadable or something else."""
+    value = parse_json(read_bytes(path), path)
     if not isinstance(value, dict):
         raise ConfigError(f"{path}: expected a JSON object, found {type(value).__name__}")
     return value

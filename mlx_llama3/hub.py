@@ -78,11 +78,8 @@ def resolve(name: str | Path, on_progress: Callable[[int, int], None] | None = N
         return _made_demo()
     if name in ALIASES:
         return _download(ALIASES[name], None, on_progress)
-    folder = Path(name).expanduser()
-    if folder.is_dir():
+    if folder := _local_folder(name):
         return folder
-    if folder.is_file():
-        raise UserError(f"{name}: a file, not a model folder: `mlx-llama3 convert {name} FOLDER` makes one of it")
     if HUB_ID.fullmatch(name) and not name.startswith(".") and not MODEL_FILE.search(name):
         repository, _, revision = name.partition("@")
         return _download(repository, revision or None, on_progress)
@@ -92,6 +89,20 @@ def resolve(name: str | Path, on_progress: Callable[[int, int], None] | None = N
         f"{name!r} is no known model: use {DEMO}, {', '.join(ALIASES)}, a hub id such as {ALIASES['llama3.2-1b']},"
         " or a folder"
     )
+
+
+def _local_folder(name: str) -> Path | None:
+    if not name:
+        return None  # which would be the current folder
+    try:
+        folder = Path(name).expanduser()
+        if folder.is_dir():
+            return folder
+        if not folder.is_file():
+            return None
+    except (OSError, RuntimeError) as error:  # too long, closed to us, a home that nobody has
+        raise UserError(f"{name:.100}: no folder can be found by this name: {error!s:.100}") from error
+    raise UserError(f"{name}: a file, not a model folder: `mlx-llama3 convert {name} FOLDER` makes one of it")
 
 
 def _made_demo() -> Path:

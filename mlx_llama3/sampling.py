@@ -19,6 +19,7 @@ import mlx.core as mx
 from mlx_llama3.errors import UserError
 
 SMALLEST_FLOAT32 = 2.0**-126  # a smaller temperature is 0 on the device
+LARGEST = 1e30  # of all options: times any number of tokens, or any logit, it is still finite in float32
 
 
 @dataclass(frozen=True)
@@ -50,19 +51,20 @@ class Sampling:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        self._check("temperature", 0, math.inf, "a finite number, 0 (greedy) or above")
+        self._check("temperature", 0, LARGEST, f"a number from 0 (greedy) to {LARGEST}")
         self._check("top_k", 0, math.inf, "a whole number, 0 (off) or above", int)
         self._check("top_p", 0, 1, "a number from 0 to 1 (off)")
         self._check("min_p", 0, 1, "a number from 0 (off) to 1")
-        self._check("repetition_penalty", math.ulp(0), math.inf, "a finite number above 0 (1 is off)")
-        self._check("presence_penalty", -math.inf, math.inf, "a finite number (0 is off)")
-        self._check("frequency_penalty", -math.inf, math.inf, "a finite number (0 is off)")
+        self._check("repetition_penalty", 1 / LARGEST, LARGEST, f"a number above 0, up to {LARGEST} (1 is off)")
+        self._check("presence_penalty", -LARGEST, LARGEST, f"a number from {-LARGEST} to {LARGEST} (0 is off)")
+        self._check("frequency_penalty", -LARGEST, LARGEST, f"a number from {-LARGEST} to {LARGEST} (0 is off)")
         if self.seed is not None:
             self._check("seed", 0, 2**64 - 1, "a whole number from 0 to 2**64 - 1", int)
         for token, bias in self.logit_bias.items():
-            if not _is(token, int) or token < 0 or not _is(bias, float) or not bias < math.inf:
+            in_range = _is(bias, float) and (bias == -math.inf or abs(bias) <= LARGEST)
+            if not _is(token, int) or token < 0 or not in_range:
                 raise UserError(
-                    f"logit_bias {token}:{bias} must be a token id, 0 or above, and a finite number or -inf"
+                    f"logit_bias {token}:{bias} must be a token id, 0 or above, and a number up to {LARGEST}, or -inf"
                 )
 
     def _check(self, name: str, low: float, high: float, allowed: str, kind: type = float) -> None:
@@ -188,6 +190,8 @@ def sample(
     and filters, float32 in the shape of the logits; it costs nothing unless it is evaluated.
     """
     logprobs = log_softmax(logits)
+    if sampling.logit_bias or sampling.penalizes:
+        logits = logits.astype(mx.float32)  # in float16 they would overflow
     if sampling.logit_bias:
         logits = add_bias(logits, sampling.logit_bias)
     if sampling.penalizes:

@@ -6,6 +6,7 @@ from dataclasses import fields
 from typing import Any, NamedTuple
 
 from mlx_llama3.errors import UserError
+from mlx_llama3.files import parse_json
 from mlx_llama3.sampling import Sampling
 
 FORMAT = "mlx-llama3 conversation"
@@ -28,10 +29,7 @@ def dump(system: str | None, messages: Sequence[Mapping[str, str]], settings: Ma
 
 def load(text: str, source: str) -> SavedConversation:
     """Read what `dump` wrote. Raises `UserError`, one line that names `source` and what is wrong in it."""
-    try:
-        content = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{source} is not JSON: {error}") from error
+    content = parse_json(text, source)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise UserError(f'{source} is not a saved conversation: it has no "format": "{FORMAT}"')
     if content.get("version") != VERSION:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mlx_llama3.errors import UserError
+from mlx_llama3.files import read_bytes
 
 Llama3Version = Literal["3.0", "3.1"]
 
@@ -40,9 +41,9 @@ def special_tokens(version: Llama3Version, first_id: int = 128000) -> dict[str, 
 
 def llama3_version(config: Mapping[str, Any]) -> Llama3Version:
     """Which table a model uses, by its `config.json` or `params.json`: RoPE is scaled from 3.1 on, in 3.0 it is not."""
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    scaled = rope.get("rope_type", rope.get("type", "default")) != "default" or config.get("use_scaled_rope")
-    return "3.1" if scaled else "3.0"
+    rope = config.get("rope_scaling") or config.get("rope_parameters")
+    kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, Mapping) else "default"
+    return "3.1" if kind != "default" or config.get("use_scaled_rope") else "3.0"
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:
@@ -50,7 +51,7 @@ def read_ranks(path: Path) -> dict[bytes, int]:
 
     Raises `UserError` for a SentencePiece model (Llama 1 and 2), and for a file that is damaged or cut off.
     """
-    data = path.read_bytes()
+    data = read_bytes(path)
     if data.startswith(b"\n"):  # the tag of protobuf's first field
         raise UserError(
             f"{path}: this is a SentencePiece model, as of Llama 1 and 2; expected the tiktoken file of Llama 3"

@@ -15,6 +15,7 @@ from mlx_llama3.chat_template import TemplateFormat
 from mlx_llama3.config import read_json
 from mlx_llama3.detokenizer import Detokenizer
 from mlx_llama3.errors import UserError
+from mlx_llama3.files import read_text
 from mlx_llama3.messages import PromptError, read_messages, read_tools
 from mlx_llama3.tiktoken_file import llama3_version
 from mlx_llama3.tokenizer_json import folder_config
@@ -219,7 +220,7 @@ def load_tokenizer(folder: Path | str) -> Tokenizer:
         _read_vocabulary(folder, settings["config.json"] or settings["params.json"]),
         templates=_templates(folder, config),
         variables={key: name for key, value in config.items() if key.endswith("_token") and (name := name_of(value))},
-        stop_ids=chain.from_iterable(map(_eos_ids, settings.values())),
+        stop_ids=chain.from_iterable(_eos_ids(config, folder / name) for name, config in settings.items()),
         source=str(folder),
     )
 
@@ -255,19 +256,26 @@ def _read_vocabulary(folder: Path, config: Mapping[str, Any]) -> Vocabulary:
     return vocabulary
 
 
-def _eos_ids(config: Mapping[str, Any]) -> list[int]:
-    ids = config.get("eos_token_id")
-    return ids if isinstance(ids, list) else [] if ids is None else [ids]
+def _eos_ids(config: Mapping[str, Any], path: Path) -> list[int]:
+    found = config.get("eos_token_id")
+    ids = found if isinstance(found, list) else [] if found is None else [found]
+    if not all(type(n) is int for n in ids):
+        raise UserError(f"{path}: eos_token_id is {found!r:.60}; it must be a token id or a list of them")
+    return ids
 
 
 def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Chat templates by name, from where the versions of transformers put them; a file of its own comes first."""
     found = config.get("chat_template") or _read_if_there(folder / "chat_template.json").get("chat_template") or {}
-    if isinstance(found, str):
-        found = {"default": found}
-    elif isinstance(found, list):
-        found = {entry["name"]: entry["template"] for entry in found}
+    if isinstance(found, Mapping):
+        pairs = list(found.items())
+    elif isinstance(found, list) and all(isinstance(entry, Mapping) for entry in found):
+        pairs = [(entry.get("name"), entry.get("template")) for entry in found]
+    else:
+        pairs = [("default", found)]
+    if not all(isinstance(text, str) for pair in pairs for text in pair):
+        raise UserError(f"{folder}: chat_template must be text, or a list of templates with name and template")
     files = {file.stem: file for file in sorted(folder.glob("additional_chat_templates/*.jinja"))}
     if (folder / "chat_template.jinja").exists():
         files["default"] = folder / "chat_template.jinja"
-    return found | {name: file.read_text(encoding="utf-8") for name, file in files.items()}
+    return dict(pairs) | {name: read_text(file) for name, file in files.items()}

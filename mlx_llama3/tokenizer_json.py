@@ -12,7 +12,9 @@ from mlx_llama3.byte_level import to_bytes, to_text
 from mlx_llama3.byte_pairs import to_ranks
 from mlx_llama3.config import read_json
 from mlx_llama3.errors import UserError
+from mlx_llama3.files import parse_json, read_bytes
 from mlx_llama3.tiktoken_file import read_ranks
+from mlx_llama3.tokenizer_layout import check_added_by_configuration, check_model, check_pipeline
 
 # Options of the BPE model that change its ids, and the value that does not.
 _NEUTRAL = {
@@ -27,8 +29,9 @@ _NEUTRAL = {
 def read(path: Path) -> dict[str, Any]:
     """The fields of `Vocabulary`; `Vocabulary.from_tokenizer_json` says what is refused."""
     config = folder_config(path.parent)
-    data = path.read_bytes()
+    data = read_bytes(path)
     document, ranks = _with_ranks_beside(data, path) or (_parse(data, path), None)
+    check_pipeline(document, path)
     if document.get("normalizer"):
         raise UserError(f"{path}: the normalizer {document['normalizer'].get('type')} is not supported; expected none")
     special, added = classify(_added(document, config, path))
@@ -51,10 +54,7 @@ def folder_config(folder: Path) -> dict[str, Any]:
 
 
 def _parse(data: bytes, path: Path) -> dict[str, Any]:
-    try:
-        document = json.loads(data)
-    except ValueError as error:
-        raise UserError(f"{path}: cannot be read as JSON: {error}; fetch the file again") from None
+    document = parse_json(data, path)
     if not isinstance(document, dict):
         raise UserError(f"{path}: expected a JSON object, found {type(document).__name__}")
     return document
@@ -71,7 +71,8 @@ def _with_ranks_beside(data: bytes, path: Path) -> tuple[dict[str, Any], dict[by
     if found is None or not model.exists():
         return None
     try:
-        head = json.loads(data[: found.start()].rstrip().removesuffix(b",") + b"}")
+        head = parse_json(data[: found.start()].rstrip().removesuffix(b",") + b"}", path)
+        check_pipeline(head, path)
         ranks = read_ranks(model)
     except ValueError:  # another order of parts, or another kind of tokenizer.model: read this file itself
         return None
@@ -90,7 +91,9 @@ def _holds(data: bytes, token: bytes, n: int) -> bool:
 def _added(document: Mapping[str, Any], config: Mapping[str, Any], path: Path) -> list[tuple[str, int, bool]]:
     """(name, id, special) of all added tokens; transformers also takes those of `tokenizer_config.json`."""
     entries = {entry["content"]: entry for entry in document.get("added_tokens", [])}
-    for n, entry in (config.get("added_tokens_decoder") or {}).items():
+    configured = config.get("added_tokens_decoder") or {}
+    check_added_by_configuration(configured, path.with_name("tokenizer_config.json"))
+    for n, entry in configured.items():
         entries.setdefault(entry["content"], {**entry, "id": int(n)})
     for name, entry in entries.items():
         if option := next((key for key in ("single_word", "lstrip", "rstrip") if entry.get(key)), None):
@@ -99,9 +102,11 @@ def _added(document: Mapping[str, Any], config: Mapping[str, Any], path: Path) -
 
 
 def _merged(model: Mapping[str, Any], added: Mapping[str, int], path: Path) -> dict[str, Any]:
-    words, merges = model.get("vocab"), model.get("merges")
-    if model.get("type", "BPE") != "BPE" or not isinstance(words, dict) or merges is None:
-        raise UserError(f"{path}: the model is {model.get('type')}; expected byte-level BPE")
+    if not isinstance(model, Mapping) or model.get("type", "BPE") != "BPE" or not isinstance(model.get("vocab"), dict):
+        kind = model.get("type") if isinstance(model, Mapping) else model
+        raise UserError(f"{path}: the model is {kind!s:.60}; expected byte-level BPE")
+    words, merges = model["vocab"], model.get("merges")
+    check_model(model, path)
     for option, neutral in _NEUTRAL.items():
         if (model.get(option) or neutral) != neutral:
             raise UserError(f"{path}: the model has {option} {model[option]!r}, which is not supported")

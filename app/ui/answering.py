@@ -10,8 +10,6 @@ from mlx_llama3.engine import Engine
 
 # Gradio sends every update that it is given, and slows nobody down: more than 12 a second fall behind in the browser.
 _PAUSE = 1 / 12
-# A long reply is drawn anew as a whole, which takes the browser longer and longer.
-_LONG_PAUSE, _LONG = 1 / 6, 6000
 
 
 class Stopped(Exception):
@@ -55,9 +53,8 @@ def answer(engine: Engine, session: Session, asked: Asked) -> Iterator[Progress]
                 reason = step.finish_reason or reason
             stats = meter.stats(session.conversation.fed)
             progress.tokens, progress.speed = stats.generation_tokens, stats.generation_tps
-            pause = _LONG_PAUSE if len(progress.text) > _LONG else _PAUSE
             now, there = monotonic(), (progress.tokens, progress.read)
-            if not stream.ended and now - shown >= pause and there != seen:
+            if not stream.ended and now - shown >= _PAUSE and there != seen:
                 shown, seen = now, there
                 yield progress
     except Stopped:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from time import monotonic
 from typing import Any
 
 import gradio as gr
@@ -20,6 +21,7 @@ MODEL_QUEUE = {"concurrency_id": "model", "concurrency_limit": 1}
 QUICK = {"queue": False, "show_progress": "hidden"}
 # For events that output `generation_done`, as `Services` says.
 TELLING = {"concurrency_limit": None, "show_progress": "hidden"}
+_LONG, _LONG_PAUSE = 4000, 0.25  # characters, seconds
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,21 @@ def connect(panel: ChatPanel, services: Services, settings: SettingsPanel, live_
     return [each.success(chat.answer, inputs, outputs, show_progress="hidden", **MODEL_QUEUE) for each in questions]
 
 
+@dataclass
+class _Page:
+    """What the browser has of a running answer: norms of so many `positions`, and since when the text."""
+
+    positions: int | None = None
+    text_since: float = 0.0
+
+    def text_is_due(self, text: str) -> bool:
+        """Whether to send the text now: a long one less often, for the browser draws it anew as a whole."""
+        if len(text) > _LONG and monotonic() - self.text_since < _LONG_PAUSE:
+            return False
+        self.text_since = monotonic()
+        return True
+
+
 @dataclass(frozen=True)
 class _Chat:
     """What the events do. Their values are for: chatbot, composer, notice, send, stop, gauge, heat, generation_done."""
@@ -138,10 +155,9 @@ class _Chat:
             progress = Progress(reason="stopped")
             if not asked.stop.is_set():
                 self.services.engine.run(settings_panel.apply, session.conversation, *settings)
-                sent = None
+                page = _Page()
                 for progress in answer(self.services.engine, session, asked):
-                    update, sent = self._running(session, asked, progress, sent)
-                    yield update
+                    yield self._running(session, asked, progress, page)
                 session.save()
             yield self._ended(session, asked, progress)
         except Exception as error:  # whatever it was, the app goes on; `explained` tells and logs it
@@ -166,20 +182,20 @@ class _Chat:
         session.asked = asked
         return asked.shown, "", notice("Waiting for the model …"), gr.update(visible=False), gr.update(visible=True)
 
-    def _running(
-        self, session: Session, asked: Asked, progress: Progress, sent: int | None
-    ) -> tuple[tuple[Any, ...], int | None]:
-        """An update while the answer comes, and the number of positions whose norms the browser then has."""
-        shown = [*asked.shown, {"role": "assistant", "content": progress.text}] if progress.text else gr.skip()
-        said, norms, conversation = "", gr.skip(), session.conversation
+    def _running(self, session: Session, asked: Asked, progress: Progress, page: "_Page") -> tuple[Any, ...]:
+        """An update while the answer comes; notes in `page` what the browser then has."""
+        shown, said, norms, conversation = gr.skip(), "", gr.skip(), session.conversation
+        if progress.text and page.text_is_due(progress.text):
+            shown = [*asked.shown, {"role": "assistant", "content": progress.text}]
         if progress.tokens:
-            start = len(conversation.prompt_ids) - conversation.fed if sent is None else sent
-            norms = heat.payload(session.trace, start)
-            sent = session.trace.norms.shape[-1]
+            if page.positions is None:
+                page.positions = len(conversation.prompt_ids) - conversation.fed
+            norms = heat.payload(session.trace, page.positions)
+            page.positions += len(norms["tokens"])
         elif progress.read:
             said = notice(f"Reading the prompt: {progress.read} of {progress.to_read} tokens …")
         filled = gauge(session.trace.norms.shape[-1], conversation.capacity, progress.speed)
-        return (shown, gr.skip(), said, gr.skip(), gr.skip(), filled, norms, gr.skip()), sent
+        return shown, gr.skip(), said, gr.skip(), gr.skip(), filled, norms, gr.skip()
 
     def _ended(self, session: Session, asked: Asked, progress: Progress, failure: str = "") -> tuple[Any, ...]:
         text = gr.skip() if progress.text.strip() else asked.text or gr.skip()

@@ -95,15 +95,16 @@ class Conversations:
             self.services.generation_done,
         ]
 
-    def shown(self, session: Session) -> list[Any]:
-        """Values for `outputs`."""
+    def shown(self, session: Session, *, keep_settings: bool = False) -> list[Any]:
+        """Values for `outputs`; `keep_settings` leaves what stands in the settings, used or not yet."""
+        settings = self.settings.shown(session.conversation)
         memory = json.dumps({"session": session.id, "conversation": session.saved_id})
         return [
             session.id,
             memory,
             self.choices(session),
             *self.chat.shown(session),
-            *self.settings.shown(session.conversation),
+            *([gr.skip()] * len(settings) if keep_settings else settings),
             self.services.next_change(),
         ]
 
@@ -141,7 +142,8 @@ class Conversations:
             # Two tabs that write one file would lose each other's answers: the other tab's become a copy.
             for other in self.services.sessions.others_with(saved_id, session):
                 other.fork()
-        return self.shown(session)
+            return self.shown(session)
+        return self.shown(session, keep_settings=True)
 
     def delete(self, session_id: str) -> list[Any]:
         """Delete the tab's conversation for good and begin another one. No id: the person thought better of it."""

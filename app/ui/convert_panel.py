@@ -92,6 +92,11 @@ class Converter:
         self.watch.cancel.set()
         return bar("Cancelling …", None)
 
+    def close(self) -> None:
+        """Cancel what runs, and wait until nothing is left of it."""
+        self.watch.cancel.set()
+        self.engine.close()
+
 
 def connect(panel: ConvertPanel, converter: Converter, models: ModelsPanel) -> None:
     """Wire the panel; the result becomes the choice of the model chooser."""

@@ -58,6 +58,8 @@ def heat_map(
     share: bool = False,
     log: bool = True,
     hide_first: bool | None = True,
+    follow: bool = True,
+    group: str = "",
     height: int = 420,
     empty: str = "",
     file: str = "heat",
@@ -74,6 +76,8 @@ def heat_map(
         signed: values around 0, colours in two directions.
         share: tell the other points' share of the first one.
         log, hide_first: how it begins; hide_first None: the first column is like all others.
+        follow: keep the newest column in view until the person scrolls back.
+        group: those of one group scroll and zoom together.
         height: of the picture, in pixels.
         empty: stands there as long as there are no values.
         file: the name of a picture that is saved, without its ending.
@@ -89,6 +93,8 @@ def heat_map(
         "share": share,
         "log": log,
         "hideFirst": hide_first,
+        "follow": follow,
+        "group": group,
         "empty": empty,
         "file": file,
         "ramps": _ramps(),
@@ -97,7 +103,7 @@ def heat_map(
         html_template=_TEMPLATE,
         css_template=f"--heat-height: {height}px;\n" + _beside("heat.css"),
         # In the script and not a property: an update of a component that is hidden loses all properties.
-        js_on_load=f"const config = {json.dumps(config)};\n{_beside('heat.js')}",
+        js_on_load=f"const config = {json.dumps(config)};\n{_script()}",
         apply_default_css=False,
         server_functions=[heat_rows],
         **settings,
@@ -163,6 +169,12 @@ def heat_rows(asked: Mapping[str, Any]) -> dict[str, Any] | None:
 def find_trace(name: object) -> Trace | None:
     """The trace that the page calls by this name, if it is still there."""
     return _keys.find(name)
+
+
+def _script() -> str:
+    """One function's body in five files."""
+    parts = ("heat.js", "heat_data.js", "heat_picture.js", "heat_selecting.js", "heat_controls.js")
+    return "\n".join(_beside(part) for part in parts)
 
 
 def _beside(name: str) -> str:

@@ -21,7 +21,7 @@ _KEYS = """<dialog id="keys" aria-label="Keys"><h2>Keys</h2><dl>
 </dl><form method="dialog"><button class="lg secondary">Close</button></form></dialog>"""
 
 
-def build(engine: Engine, model: str) -> gr.Blocks:
+def build(engine: Engine, converter: convert_panel.Converter, model: str) -> gr.Blocks:
     """The page. `model` is loaded when it is first opened."""
     with gr.Blocks(title=TITLE, analytics_enabled=False, fill_height=True, fill_width=True) as page:
         services = Services(engine, Sessions(), gr.State(None), gr.State(0))
@@ -48,9 +48,9 @@ def build(engine: Engine, model: str) -> gr.Blocks:
         shown = conversations_panel.connect(conversations, chat, settings, services)
         for answered in chat_panel.connect(chat, services, settings, live.heat):
             answered.then(shown.listed, [services.session_id], [conversations.chooser], **QUICK)
-        convert_panel.connect(convert, convert_panel.Converter(), models)
+        convert_panel.connect(convert, converter, models)
         loader = models_panel.Loader(services, model)
-        models_panel.connect(models, services, loader, MODEL_QUEUE).then(
+        models_panel.connect(models, loader, MODEL_QUEUE).then(
             shown.refresh, [services.session_id, conversations.memory], shown.outputs, **TELLING
         )
         # The first tab loads the model; the conversation is shown once it is there.

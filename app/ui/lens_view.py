@@ -85,6 +85,7 @@ def _components() -> _Panel:
                 unit="added to the logit",
                 signed=True,
                 hide_first=None,
+                follow=False,
                 height=380,
                 elem_id="heads-heat",
                 file="mlx-llama3-heads",

@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,12 +9,13 @@ from typing import Any
 import gradio as gr
 import mlx.core as mx
 
-from app.models import OpenModel, find_model, load_found
+from app.models import find_model, load_found
 from app.ui import catalogue
 from app.ui.failures import explained
 from app.ui.progress import Watch, follow
 from app.ui.services import Services
 from app.ui.status import bar, notice, size
+from mlx_llama3.engine import Engine
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,7 @@ class Loader:
     def __init__(self, services: Services, first: str) -> None:
         self.name = first  # as it was asked for, of the model that is loaded or will be
         self._services = services
+        self._fetcher = Engine()  # a download goes on beside the chat, and does not hold up the end of the process
         self._turn = threading.Lock()
 
     def first(self) -> Iterator[tuple[Any, str]]:
@@ -88,18 +89,23 @@ class Loader:
         except Exception as error:  # whatever it was, the app goes on; `explained` tells and logs it
             yield gr.skip(), notice(explained(error), "error")
 
+    def describe(self, name: str | None) -> str:
+        """What is known of a model that is chosen and perhaps not loaded."""
+        if name == self.name and self._services.sessions.opened is not None:
+            return self._loaded()
+        return notice(f"{name}: {self._services.engine.run(catalogue.estimate, name)}") if name else ""
+
     def _loaded(self) -> str:
         return notice(f"loaded · {size(mx.get_active_memory())} of memory")
 
     def _fetch(self, name: str) -> Iterator[tuple[Any, str]]:
         """Find the model, downloading it if need be; returns its title and folder."""
         watch = Watch()
-        with ThreadPoolExecutor(1) as thread:
-            finding = thread.submit(find_model, name, watch)
-            for _ in follow(finding):
-                part = f": {size(watch.done)} of {size(watch.total)}" if watch.total else " …"
-                yield gr.skip(), bar(f"Fetching {name}{part}", watch.share)
-            return finding.result()
+        finding = self._fetcher.submit(find_model, name, watch)
+        for _ in follow(finding):
+            part = f": {size(watch.done)} of {size(watch.total)}" if watch.total else " …"
+            yield gr.skip(), bar(f"Fetching {name}{part}", watch.share)
+        return finding.result()
 
     def _read(self, title: str, folder: Path) -> Iterator[tuple[Any, str]]:
         """Load the model from its folder, and give it to all sessions."""
@@ -115,16 +121,8 @@ class Loader:
         engine.run(sessions.open_model, loading.result())
 
 
-def describe(services: Services, name: str) -> str:
-    """What is known of a model that is chosen and not loaded."""
-    opened: OpenModel | None = services.sessions.opened
-    if opened is not None and opened.name == name:
-        return ""
-    return notice(f"{name}: {services.engine.run(catalogue.estimate, name)}") if name else ""
-
-
-def connect(panel: ModelsPanel, services: Services, loader: Loader, queue: dict[str, Any]) -> Any:
+def connect(panel: ModelsPanel, loader: Loader, queue: dict[str, Any]) -> Any:
     """Wire choosing and loading; returns the event of a load that ended, to show the conversation again."""
-    panel.chooser.input(lambda name: describe(services, name), [panel.chooser], [panel.status], queue=False)
+    panel.chooser.input(loader.describe, [panel.chooser], [panel.status], queue=False, show_progress="hidden")
     outputs = [panel.chooser, panel.status]
     return panel.load.click(loader.load, [panel.chooser], outputs, show_progress="hidden", **queue)

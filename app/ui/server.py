@@ -26,13 +26,16 @@ def serving(model: str, port: int | None) -> Iterator[str]:
     """
     engine = Engine()
     with TemporaryDirectory(prefix="mlx-llama3-") as uploads, _environment(uploads):
+        from app.ui.convert_panel import Converter
         from app.ui.layout import build
 
-        page = build(engine, model)
+        converter = Converter()
+        page = build(engine, converter, model)
         try:
             yield _launch(page, port)
         finally:
             page.close(verbose=False)
+            converter.close()
             engine.close()
 
 
@@ -63,6 +66,7 @@ def _launch(page: "gr.Blocks", port: int | None) -> str:
             num_workers=0,
             pwa=True,
             root_path="",
+            favicon_path=str(files("app.ui") / "icon.svg"),
             max_file_size="1gb",
             footer_links=[],
             strict_cors=True,

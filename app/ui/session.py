@@ -55,6 +55,7 @@ class Session:
         self.asked: Asked | None = None
         self._answer: Iterator[Step] | None = None
         self._waiting = ""
+        self.conversation: Conversation | None = None
         self.open(opened)
 
     def open(self, opened: OpenModel, saved_id: str | None = None) -> None:
@@ -63,7 +64,7 @@ class Session:
         Raises `UserError` if there is no such conversation; then nothing has changed.
         """
         if saved_id is None:
-            title, conversation = "", Conversation(opened.model, opened.tokenizer)
+            title, conversation = "", self._fresh(opened)
         else:
             title, text = saved.read(saved_id)
             conversation = Conversation.from_json(text, opened.model, opened.tokenizer, source=title)
@@ -86,6 +87,14 @@ class Session:
             self.open(opened)
         else:
             self._begin(opened, conversation)
+
+    def _fresh(self, opened: OpenModel) -> Conversation:
+        """An empty conversation with the settings of the one before."""
+        before = self.conversation
+        if before is None:
+            return Conversation(opened.model, opened.tokenizer)
+        keep = {"system": before.system, "overflow": before.overflow, "settings": before.settings}
+        return Conversation(opened.model, opened.tokenizer, **keep)
 
     def _begin(self, opened: OpenModel, conversation: Conversation) -> None:
         self.opened, self.model_name, self.conversation = opened, opened.name, conversation

@@ -27,6 +27,7 @@ minus the second**, position by position, as far as both go. Where the tokens di
 logits and attention if you ask for them; *Open a file* takes it in.
 """
 _CURRENT = "current"
+_STILL: dict[str, Any] = {"follow": False, "group": "traces", "height": 230, "visible": False}
 _FORMATS = ("csv", "json", "safetensors")
 
 
@@ -45,7 +46,7 @@ def build(selection: Selection) -> None:
         second = gr.Dropdown([], value=None, label="Compare with", elem_id="trace-second")
     with gr.Row(elem_classes="view-row"):
         said = gr.HTML(elem_id="trace-said")
-        exports = [gr.Button(form, size="sm", scale=0, min_width=70, elem_id=f"trace-{form}") for form in _FORMATS]
+        exports = [gr.Button(form, size="sm", scale=0, min_width=90, elem_id=f"trace-{form}") for form in _FORMATS]
         delete = gr.Button("Delete", size="sm", scale=0, min_width=70, elem_id="trace-delete")
         # A click on a link is the browser's way to save a file; this button is pressed by the page.
         download = gr.DownloadButton(elem_id="trace-download", elem_classes="view-hidden")
@@ -55,10 +56,9 @@ def build(selection: Selection) -> None:
         points=DRAWN,
         unit="difference of L2 norms",
         signed=True,
-        height=230,
         elem_id="trace-difference",
         file="mlx-llama3-difference",
-        visible=False,
+        **_STILL,
     )
     with gr.Accordion("What is this?", open=False):
         gr.Markdown(_WHAT)
@@ -80,7 +80,7 @@ def build(selection: Selection) -> None:
 
 
 def _picture(label: str, elem_id: str) -> gr.HTML:
-    return heat_map(label, share=True, height=230, elem_id=elem_id, file="mlx-llama3-trace", visible=False)
+    return heat_map(label, share=True, elem_id=elem_id, file="mlx-llama3-trace", **_STILL)
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ def _difference(a: Trace, b: Trace) -> dict[str, Any]:
     """A heat map's value: the norms of `a` minus those of `b`, as far as both go."""
     if a.norms.shape[1] != b.norms.shape[1]:
         raise UserError(
-            f"the traces have {a.norms.shape[1]} and {b.norms.shape[1]} layers; only such of equal depth can be compared"
+            f"the traces have {a.norms.shape[1]} and {b.norms.shape[1]} layers; a difference needs the same number"
         )
     count = min(len(a.tokens), len(b.tokens))
     rows = np.stack([a.norm(name)[:, :count] - b.norm(name)[:, :count] for name, _, _ in DRAWN])  # (3, L, count)
@@ -185,6 +185,6 @@ def _comparison(a: Trace, b: Trace) -> str:
         return f"<div class='view-note'>The same {count} tokens in both.</div>"
     at = int(differ[0])
     return (
-        f"<div class='view-note'>The same tokens up to position {at}: there the first has {markup.token(a.pieces[at])}, "
+        f"<div class='view-note'>The tokens part at position {at}: the first has {markup.token(a.pieces[at])}, "
         f"the second {markup.token(b.pieces[at])}.</div>"
     )

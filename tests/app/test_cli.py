@@ -53,7 +53,7 @@ def test_version(capsys) -> None:
         (["chat", "--system", "\udcff"], "error: argument --system: it is not UTF-8 at character 1"),
         (["generate", "--raw", "a", "--ids", "1"], "error: argument --ids: not allowed with argument --raw"),
         (["generate", "--ids", "1,x"], "error: argument --ids: 'x' is not a whole number"),
-        (["chat", "--temperature", "-1"], "error: temperature is -1.0; it must be a finite number"),
+        (["chat", "--temperature", "-1"], "error: temperature is -1.0; it must be a number from 0 (greedy)"),
         (["generate", "--prompt", "a", "--top-p", "2"], "error: top_p is 2.0; it must be a number from 0 to 1"),
     ],
 )

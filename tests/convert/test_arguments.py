@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import mlx.core as mx
+import pexpect
 import pytest
 from meta_checkpoint import PARAMS, write_meta, write_tokenizer_model
 from tiny_models import ARGS, random_weights, write_folder
@@ -55,6 +56,14 @@ def test_report_on_standard_output_and_nothing_else_in_a_pipe(folder, tmp_path):
     assert second.startswith("from Hugging Face folder, 1 safetensors file: ")
     assert "MB/s; names and shapes as the configuration means" in third
     assert note == "note: no tokenizer.json in the source: the new folder runs, but not on text"
+
+
+def test_progress_on_a_terminal(folder, tmp_path):
+    command = ["-m", "convert", str(folder), str(tmp_path / "out")]
+    child = pexpect.spawn(sys.executable, command, dimensions=(24, 120), timeout=60)
+    child.expect(pexpect.EOF)
+    shown = child.before.decode()
+    assert "convert:   0%" in shown and "B/s" in shown and shown.rstrip().splitlines()[-1].startswith("note: ")
 
 
 def test_quiet(folder, tmp_path, capsys):

@@ -7,6 +7,7 @@ import pytest
 from tiny_models import tiny_args
 
 from mlx_llama3.config import ConfigError, RopeScaling, ffn_width, from_hf, from_meta, read_json, to_hf
+from mlx_llama3.errors import UserError
 
 META = {
     "dim": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 8, "vocab_size": 128256, "ffn_dim_multiplier": 1.3,
@@ -184,9 +185,9 @@ def test_hf_harmless_unknown_key_is_told(caplog):
 def test_read_json_names_the_file(tmp_path: Path, text):
     path = tmp_path / "config.json"
     path.write_bytes(text.encode("latin-1"))
-    with pytest.raises(ConfigError, match="config.json"):
+    with pytest.raises(UserError, match="config.json"):
         read_json(path)
-    with pytest.raises(ConfigError, match="no such file"):
+    with pytest.raises(UserError, match="no such file"):
         read_json(tmp_path / "absent.json")
 
 

@@ -332,7 +332,7 @@ GOOD = {
         ({"messages": ["a"]}, "message 1 must have role 'user'"),
         ({"settings": []}, "settings is list; it must be an object"),
         ({"settings": {"warmth": 1}}, "there is no setting 'warmth'"),
-        ({"settings": {"temperature": "hot"}}, "temperature is hot; it must be a finite number"),
+        ({"settings": {"temperature": "hot"}}, "temperature is hot; it must be a number from 0 (greedy)"),
         ({"settings": {"max_tokens": 0}}, "max_tokens is 0; it must be a whole number of at least 1"),
         ({"settings": {"stop": "END"}}, "stop must be a list of texts"),
         ({"settings": {"logit_bias": {"x": 1}}}, "logit_bias must be an object of token ids"),

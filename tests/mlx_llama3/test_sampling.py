@@ -253,12 +253,38 @@ def test_half_precision_logits(dtype: mx.Dtype) -> None:
 
 
 @pytest.mark.parametrize(
+    "extreme",
+    [
+        {"temperature": 1e30, "top_k": 50},
+        {"logit_bias": {7: 1e30, 8: -1e30, 9: -math.inf}},
+        {"repetition_penalty": 1e30},
+        {"repetition_penalty": 1e-30},
+        {"presence_penalty": 1e30, "frequency_penalty": 1e30},
+        {"presence_penalty": -1e30, "frequency_penalty": -1e30},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [mx.float16, mx.float32])
+def test_extreme_options_make_no_nan(dtype: mx.Dtype, extreme: dict) -> None:
+    """NaN would come out as token 0, or as anything."""
+    logits = random_logits()
+    logits[0], logits[:8] = -1e4, logits[:8].round()
+    logits[3] = 0  # 0 times infinity
+    sampling = Sampling(**{"temperature": 1.0, "top_p": 0.9, "seed": 1} | extreme)
+    sampler = Sampler(sampling, 500, prompt=range(8))
+    drawn = [sampler(mx.array(logits[None]).astype(dtype))[0].item() for _ in range(20)]
+    assert 0 not in drawn
+    if "logit_bias" in extreme:
+        assert drawn == [7] * 20
+
+
+@pytest.mark.parametrize(
     ("option", "value", "range_text"),
     [
-        ("temperature", -0.1, "0 (greedy) or above"),
-        ("temperature", math.nan, "0 (greedy) or above"),
-        ("temperature", math.inf, "0 (greedy) or above"),
-        ("temperature", "warm", "0 (greedy) or above"),
+        ("temperature", -0.1, "from 0 (greedy) to 1e+30"),
+        ("temperature", math.nan, "from 0 (greedy) to 1e+30"),
+        ("temperature", math.inf, "from 0 (greedy) to 1e+30"),
+        ("temperature", "warm", "from 0 (greedy) to 1e+30"),
         ("top_p", True, "from 0 to 1"),
         ("top_k", -1, "0 (off) or above"),
         ("top_k", 1.5, "whole number"),
@@ -269,8 +295,11 @@ def test_half_precision_logits(dtype: mx.Dtype) -> None:
         ("min_p", -1, "from 0 (off) to 1"),
         ("repetition_penalty", 0, "above 0"),
         ("repetition_penalty", math.nan, "above 0"),
-        ("presence_penalty", math.inf, "finite"),
-        ("frequency_penalty", math.nan, "finite"),
+        ("repetition_penalty", 1e300, "up to 1e+30"),
+        ("temperature", 1e300, "to 1e+30"),
+        ("presence_penalty", math.inf, "from -1e+30 to 1e+30"),
+        ("frequency_penalty", math.nan, "from -1e+30 to 1e+30"),
+        ("frequency_penalty", -1e31, "from -1e+30 to 1e+30"),
         ("seed", -1, "from 0 to 2**64 - 1"),
         ("seed", 2**64, "from 0 to 2**64 - 1"),
     ],
@@ -284,7 +313,7 @@ def test_values_out_of_range_are_refused_by_name(option: str, value: float, rang
     assert "\n" not in message
 
 
-@pytest.mark.parametrize("bias", [{-1: 1.0}, {1: math.inf}, {1: math.nan}, {"1": 1.0}])
+@pytest.mark.parametrize("bias", [{-1: 1.0}, {1: math.inf}, {1: 1e31}, {1: math.nan}, {"1": 1.0}])
 def test_bad_logit_bias_is_refused(bias: dict) -> None:
     with pytest.raises(UserError, match="logit_bias"):
         Sampling(logit_bias=bias)

@@ -179,7 +179,7 @@ def test_no_tokenizer(tmp_path):
     with pytest.raises(UserError, match="holds no tokenizer; expected tokenizer.json or tokenizer.model"):
         load_tokenizer(tmp_path)
     folder_with(tmp_path, config__json="{")
-    with pytest.raises(UserError, match="config.json: cannot be read as JSON"):
+    with pytest.raises(UserError, match="config.json is not JSON"):
         load_tokenizer(tmp_path)
 
 
@@ -231,6 +231,27 @@ def test_more_templates_in_a_folder_of_their_own(tmp_path):
     tokenizer = load_tokenizer(folder_with(tmp_path, chat_template__jinja="plain"))
     assert tokenizer.render_chat(HELLO) == "plain"
     assert tokenizer.render_chat(HELLO, tools=[{"name": "f"}]) == "tools"
+
+
+@pytest.mark.parametrize(
+    "found", [5, [5], [{"name": "default"}], [{"name": [1], "template": "x"}], [{"template": "x"}], {"default": 5}]
+)
+def test_templates_that_are_none(tmp_path, found):
+    with pytest.raises(UserError, match="chat_template must be text, or a list of templates"):
+        load_tokenizer(folder_with(tmp_path, tokenizer_config={"chat_template": found}))
+
+
+def test_a_template_that_is_not_text(tmp_path):
+    (tmp_path / "chat_template.jinja").write_bytes(b"{{ \xff }}")
+    with pytest.raises(UserError, match="chat_template.jinja is not UTF-8 text: invalid start byte at byte 3"):
+        load_tokenizer(folder_with(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["config", "generation_config"])
+@pytest.mark.parametrize("found", ["<|eot_id|>", [2, "x"], {"a": 1}, 1.5, [[2]], True])
+def test_stop_ids_that_are_none(tmp_path, name, found):
+    with pytest.raises(UserError, match=rf"{name}.json: eos_token_id is .*; it must be a token id or a list of them"):
+        load_tokenizer(folder_with(tmp_path, **{name: {"eos_token_id": found}}))
 
 
 def test_template_of_the_folder_wins_over_the_official_format(tmp_path, llama31):

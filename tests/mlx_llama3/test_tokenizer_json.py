@@ -143,6 +143,7 @@ def test_eos(tmp_path):
         (changed(pre_tokenizer={"type": "Whitespace"}), "the pre-tokenizer Whitespace is not supported"),
         (changed(model={"type": "WordPiece"}), "the model is WordPiece; expected byte-level BPE"),
         (changed(model={"type": "Unigram", "vocab": [["a", 0.0]]}), "the model is Unigram"),
+        (SMALL | {"model": 5}, "the model is 5"),
         (changed(model={"dropout": 0.1}), "the model has dropout 0.1"),
         (changed(model={"byte_fallback": True}), "the model has byte_fallback True"),
         (changed(model={"end_of_word_suffix": "</w>"}), "the model has end_of_word_suffix '</w>'"),
@@ -165,8 +166,45 @@ def test_what_is_not_exact_is_refused_in_one_line(tmp_path, document, fault):
 
 def test_damaged_json_is_named(tmp_path):
     (tmp_path / "tokenizer.json").write_text('{"model": {"vocab"')
-    with pytest.raises(UserError, match="tokenizer.json: cannot be read as JSON"):
+    with pytest.raises(UserError, match="tokenizer.json is not JSON"):
         Vocabulary.from_tokenizer_json(tmp_path / "tokenizer.json")
+
+
+@pytest.mark.parametrize(
+    ("document", "part"),
+    [
+        (changed(added_tokens=5), "added_tokens"),
+        (changed(added_tokens=[5]), "added_tokens"),
+        (changed(added_tokens=[{"id": 1}]), "added_tokens"),
+        (changed(added_tokens=[{"content": "<x>"}]), "added_tokens"),
+        (changed(added_tokens=[{"content": "<x>", "id": -1}]), "added_tokens"),
+        (changed(added_tokens=[{"content": "<x>", "id": 10**9}]), "added_tokens"),  # a list of a billion entries
+        (changed(normalizer="NFC"), "normalizer"),
+        (changed(pre_tokenizer=[1]), "pre_tokenizer"),
+        (changed(pre_tokenizer={"type": "Sequence", "pretokenizers": [None]}), "pre_tokenizer"),
+        (changed(post_processor="x"), "post_processor"),
+        (changed(post_processor={"processors": 5}), "post_processor"),
+        (changed(post_processor={"single": [5]}), "post_processor"),
+        (changed(post_processor={"single": [{"SpecialToken": {"id": [1]}}]}), "post_processor"),
+        (changed(model={"vocab": {}}), "model.vocab"),
+        (changed(model={"vocab": SMALL["model"]["vocab"] | {"a": "b"}}), "model.vocab"),
+        (changed(model={"vocab": SMALL["model"]["vocab"] | {"a": -1}}), "model.vocab"),
+        (changed(model={"merges": None}), "model.merges"),
+        (changed(model={"merges": ["t h", 5]}), "model.merges"),
+        (changed(model={"merges": [["t"]]}), "model.merges"),
+        (changed(model={"merges": [["t", 5]]}), "model.merges"),
+        (changed(model={"unk_token": []}), "model.unk_token"),
+    ],
+)
+def test_parts_of_another_form_are_named(tmp_path, document, part):
+    with pytest.raises(UserError, match=f"tokenizer.json: {part} is not in the form of the library"):
+        read(tmp_path, document)
+
+
+@pytest.mark.parametrize("entries", [5, {"x": {"content": "a"}}, {"1": 5}, {"1": {}}, {"99999999": {"content": "a"}}])
+def test_added_tokens_of_the_configuration_of_another_form_are_named(tmp_path, entries):
+    with pytest.raises(UserError, match="tokenizer_config.json: added_tokens_decoder is not in the form"):
+        read(tmp_path, tokenizer_config={"added_tokens_decoder": entries})
 
 
 # --- with Meta's tokenizer.model beside it ---------------------------------------------------------------------------

@@ -1,34 +1,45 @@
 """The views alone on a page of their own, with the UI's real services and any model, for tests in a browser."""
 
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from importlib.resources import files
 
 import gradio as gr
+import numpy as np
 
 from app.models import OpenModel
-from app.ui import views
+from app.ui import heat, views
 from app.ui.services import Services
 from app.ui.session import Asked, Session, Sessions
 from app.ui.theme import theme
 from mlx_llama3.engine import Engine
+from mlx_llama3.trace.store import Trace
+
+QUESTION = "What is the capital of France?"
+# The data of the heat map with this element id, or the whole of it for the tests that look into its state.
+HEAT = "(id) => [...document.querySelectorAll(`#${id}, #${id} *`)].find((each) => each.heatData)"
 
 
 class ViewPage:
-    """`address` of the page, its `session`, and `changed` to tell it as the chat does."""
+    """`address` of the page, and the `session` that a tab opened now will show."""
 
     def __init__(self, opened: OpenModel) -> None:
         self.engine, self.sessions = Engine(), Sessions()
         self.sessions.opened = opened
         self.session: Session = self.engine.run(self.sessions.add)
+        self.source = Source()
         with gr.Blocks(fill_width=True, analytics_enabled=False) as self.page:
             self.services = Services(self.engine, self.sessions, gr.State(None), gr.State(0))
-            gr.Button("changed", elem_id="changed").click(
-                lambda: self.services.next_change(), None, self.services.generation_done
-            )
+            with gr.Row():
+                changed = gr.Button("changed", elem_id="changed", size="sm")
+                stream = gr.Button("stream", elem_id="stream", size="sm")
             with gr.Column(elem_id="views-column"):
-                self.live = views.build(self.services)
+                live = views.build(self.services)
+            changed.click(self.services.next_change, None, self.services.generation_done)
+            stream.click(self.source.stream, None, live.heat, show_progress="hidden")
             self.page.load(
                 lambda: (self.session.id, self.services.next_change()),
                 None,
@@ -46,6 +57,11 @@ class ViewPage:
             css=files("app.ui").joinpath("views.css").read_text(encoding="utf-8"),
         )
 
+    def new_session(self) -> Session:
+        """Another session, which tabs opened from now on will show."""
+        self.session = self.engine.run(self.sessions.add)
+        return self.session
+
     def say(self, text: str, **options: object) -> None:
         """Have the session answer, and wait for it."""
         asked = Asked(partial(self.session.send, text), [], text)
@@ -55,6 +71,40 @@ class ViewPage:
         """Stop the server and the model's thread."""
         self.page.close(verbose=False)
         self.engine.close()
+
+
+class Source:
+    """A stand-in for a model: a trace of 30 layers that grows in real time.
+
+    `begin` tokens are there at the start; then come `tokens` more, `speed` a second, in yields of at most 12 a second,
+    as the chat has them.
+    """
+
+    def __init__(self) -> None:
+        self.begin, self.tokens, self.speed = 0, 4000, 100
+
+    def stream(self) -> Iterator[dict]:
+        """What the chat's generator yields for the heat map."""
+        random = np.random.default_rng(0)
+        norms = random.lognormal(4, 1, (5, 30, self.begin + self.tokens)).astype(np.float32)
+        trace = Trace.empty("stand-in", 30)
+        trace.extend(range(self.begin), [f" word{i}" for i in range(self.begin)], norms[..., : self.begin])
+
+        def grow() -> None:
+            start = time.monotonic()
+            for i in range(self.begin, self.begin + self.tokens):
+                time.sleep(max(0.0, start + (i - self.begin) / self.speed - time.monotonic()))
+                trace.extend([i], [f" word{i}"], norms[..., i : i + 1])
+
+        thread = threading.Thread(target=grow, daemon=True)
+        thread.start()
+        sent = 0
+        while sent < self.begin + self.tokens:
+            value = heat.payload(trace, sent)
+            if value["tokens"]:
+                sent += len(value["tokens"])
+                yield value
+            time.sleep(1 / 12)
 
 
 @contextmanager

@@ -154,3 +154,31 @@ def new_tab(chromium, address):
 @pytest.fixture
 def tab(new_tab) -> Tab:
     return new_tab().open()
+
+
+@pytest.fixture(scope="session")
+def view_server(opened, data_folder):
+    """The views on a page of their own, with the demo model, which has answered one question."""
+    from view_page import QUESTION, view_page
+
+    with view_page(opened) as server:
+        server.say(QUESTION)
+        yield server
+
+
+@pytest.fixture
+def view_tab(chromium, view_server):
+    """Opens that page as it is now, at a given size; at the end there must have been no fault."""
+    contexts, tabs = [], []
+
+    def make(width: int = 900, height: int = 900, **options):
+        contexts.append(chromium.new_context(viewport={"width": width, "height": height}, **options))
+        tabs.append(Tab(contexts[-1].new_page(), view_server.address))
+        tabs[-1].page.goto(view_server.address)
+        tabs[-1].page.wait_for_selector("#live-heat canvas", timeout=ANSWER)
+        return tabs[-1].page
+
+    yield make
+    for context in contexts:
+        context.close()
+    assert [fault for tab in tabs for fault in tab.faults] == []

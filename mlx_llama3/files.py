@@ -1,0 +1,33 @@
+"""Reading files that a person named: an error says in one line which file it is and what is wrong with it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from mlx_llama3.errors import UserError
+
+
+def read_bytes(path: Path) -> bytes:
+    """The whole file. Raises `UserError` if it is missing or closed to us."""
+    try:
+        return path.read_bytes()
+    except FileNotFoundError as error:
+        raise UserError(f"{path}: no such file") from error
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def read_text(path: Path) -> str:
+    """The whole file, which must be UTF-8; a byte order mark at its start is left out. Raises `UserError`."""
+    try:
+        return read_bytes(path).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
+
+
+def parse_json(text: str | bytes, source: object) -> Any:
+    """The value that JSON text stands for; bytes may be UTF-8, -16 or -32. Raises `UserError` that names `source`."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:  # not JSON, not Unicode, or nested without an end
+        raise UserError(f"{source} is not JSON: {error}") from error

@@ -1,0 +1,38 @@
+"""Files that a person named: what is read, and the one line that says what is wrong."""
+
+import json
+
+import pytest
+
+from mlx_llama3.errors import UserError
+from mlx_llama3.files import parse_json, read_bytes, read_text
+
+
+def test_read(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes("\ufeffGrüße\r\n".encode())
+    assert read_text(path) == "Grüße\r\n"
+    assert read_bytes(path) == "\ufeffGrüße\r\n".encode()
+
+
+def test_what_cannot_be_read(tmp_path):
+    with pytest.raises(UserError, match="absent: no such file$"):
+        read_bytes(tmp_path / "absent")
+    with pytest.raises(UserError, match="cannot be read: Is a directory$"):
+        read_text(tmp_path)
+    (tmp_path / "latin").write_bytes(b"caf\xe9")
+    with pytest.raises(UserError, match="latin is not UTF-8 text: unexpected end of data at byte 3$"):
+        read_text(tmp_path / "latin")
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-32"])
+def test_json(encoding):
+    assert parse_json(json.dumps({"a": "é🙂"}, ensure_ascii=False).encode(encoding), "a.json") == {"a": "é🙂"}
+    assert parse_json('"é"', "a.json") == "é"
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b"\xff", b"[" * 100_000, b"9" * 10_000, "nan"])
+def test_what_is_not_json(text):
+    with pytest.raises(UserError, match="^a.json is not JSON: ") as refused:
+        parse_json(text, "a.json")
+    assert "\n" not in str(refused.value)
