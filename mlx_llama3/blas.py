@@ -37,10 +37,7 @@ def use_openblas() -> bool:
         log.warning("OpenBLAS cannot be loaded (%s); the CPU uses MLX's reference BLAS, which is slow", error)
         return False
     if "OPENBLAS_NUM_THREADS" not in os.environ:
-        # Its threads wait for each other spinning. One core is left to Python, which builds the next step meanwhile,
-        # and to the rest of the machine: on two busy cores one thread was ten times as fast as two, on two idle ones
-        # it cost a fifth.
-        openblas.openblas_set_num_threads(max(1, len(os.sched_getaffinity(0)) - 1))
+        openblas.openblas_set_num_threads(1)  # cpu.py uses the cores, without the spinning of OpenBLAS's threads
     return True
 
 

@@ -5,11 +5,12 @@ turns the client's errors into sentences.
 """
 
 import errno
+import glob
 import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -78,8 +79,10 @@ def resolve(name: str | Path, on_progress: Callable[[int, int], None] | None = N
         return _made_demo()
     if name in ALIASES:
         return _download(ALIASES[name], None, on_progress)
-    if folder := _local_folder(name):
-        return folder
+    if path := local_path(name):
+        if path.is_dir():
+            return path
+        raise UserError(f"{name}: a file, not a model folder: `mlx-llama3 convert {name} FOLDER` makes one of it")
     if HUB_ID.fullmatch(name) and not name.startswith(".") and not MODEL_FILE.search(name):
         repository, _, revision = name.partition("@")
         return _download(repository, revision or None, on_progress)
@@ -91,18 +94,57 @@ def resolve(name: str | Path, on_progress: Callable[[int, int], None] | None = N
     )
 
 
-def _local_folder(name: str) -> Path | None:
+def local_path(name: str) -> Path | None:
+    """Return the local folder or file called `name`, or None if there is none; UserError if nobody could tell."""
     if not name:
         return None  # which would be the current folder
     try:
-        folder = Path(name).expanduser()
-        if folder.is_dir():
-            return folder
-        if not folder.is_file():
-            return None
+        path = Path(name).expanduser()
+        return path if path.exists() else None
     except (OSError, RuntimeError) as error:  # too long, closed to us, a home that nobody has
         raise UserError(f"{name:.100}: no folder can be found by this name: {error!s:.100}") from error
-    raise UserError(f"{name}: a file, not a model folder: `mlx-llama3 convert {name} FOLDER` makes one of it")
+
+
+def list_files(repository: str, revision: str | None) -> tuple[str, list[str]]:
+    """Return the commit that `revision` (None: the newest) means, and the names of all files in it.
+
+    As for `resolve`, what the hub's cache knows is not asked anew. Raises `UserError` as `resolve` does.
+    """
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    from huggingface_hub import get_cached_repo_tree, list_repo_files, resolve_revision
+    from huggingface_hub.errors import CachedRepoTreeNotFoundError, RevisionResolutionError
+
+    with _explained(repository, revision):
+        try:
+            commit = resolve_revision(repository, revision=revision, local_files_only=True).resolved
+            return commit, [file.path for file in get_cached_repo_tree(repository, revision=commit)]
+        except (RevisionResolutionError, CachedRepoTreeNotFoundError):
+            commit = resolve_revision(repository, revision=revision).resolved
+            return commit, list_repo_files(repository, revision=commit)
+
+
+def download(
+    repository: str,
+    commit: str,
+    files: Sequence[str],
+    on_progress: Callable[[int, int], None] | None = None,
+    *,
+    progress: bool = True,
+) -> Path:
+    """Return the folder in the hub's cache that holds `files` of a commit (both as from `list_files`), fetching them.
+
+    `on_progress` as for `resolve`; `progress` shows bars on a terminal. Raises `UserError` as `resolve` does.
+    """
+    # The client takes patterns.
+    what = {"revision": commit, "allow_patterns": [glob.escape(name) for name in files]}
+    with _explained(repository, commit):
+        return _snapshot(repository, what, on_progress, progress)
+
+
+def cached_repository(path: Path) -> tuple[str, str] | None:
+    """Return repository and commit of a folder or file in the hub's cache; None for any other path."""
+    match = re.search(r"/models--([\w.-]+?)--([\w.-]+)/snapshots/([0-9a-f]{40})(?:/|$)", path.absolute().as_posix())
+    return (f"{match[1]}/{match[2]}", match[3]) if match else None
 
 
 def _made_demo() -> Path:
@@ -113,6 +155,17 @@ def _made_demo() -> Path:
 
 
 def _download(repository: str, revision: str | None, on_progress: Callable[[int, int], None] | None) -> Path:
+    what = {"revision": revision, "allow_patterns": WANTED, "ignore_patterns": UNWANTED}
+    with _explained(repository, revision):
+        folder = _snapshot(repository, what, on_progress)
+    if not any(folder.glob("*.safetensors")):
+        _explain_missing_weights(repository, revision)
+    return folder
+
+
+def _snapshot(
+    repository: str, what: dict, on_progress: Callable[[int, int], None] | None, progress: bool = True
+) -> Path:
     """Return the repository's snapshot in the hub's cache, completed over the network where it is not whole.
 
     A whole snapshot is used without asking the hub for a newer one: starting is faster, and nobody is told of it.
@@ -120,24 +173,28 @@ def _download(repository: str, revision: str | None, on_progress: Callable[[int,
     """
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     from huggingface_hub import snapshot_download  # here, because it takes longer than all the rest
-    from huggingface_hub.errors import HTTPError
 
-    what = {"revision": revision, "allow_patterns": WANTED, "ignore_patterns": UNWANTED}
-    try:
-        folder = _whole_snapshot(repository, what)
-        if folder is None:
-            with _bars(on_progress) as bar_class:
-                folder = Path(snapshot_download(repository, tqdm_class=bar_class, **what))
-    except (HTTPError, OSError, ValueError) as error:
-        _explain(error, repository, revision)
-    if not any(folder.glob("*.safetensors")):
-        _explain_missing_weights(repository, revision)
+    folder = _whole_snapshot(repository, what)
+    if folder is None:
+        with _bars(on_progress, progress) as bar_class:
+            folder = Path(snapshot_download(repository, tqdm_class=bar_class, **what))
     return folder
 
 
 @contextmanager
-def _bars(on_progress: Callable[[int, int], None] | None) -> Iterator[type]:
-    """The client's progress bars, shown on a terminal only, and closed at the end; `on_progress` as for `resolve`.
+def _explained(repository: str, revision: str | None) -> Iterator[None]:
+    """Turn the hub client's errors into sentences."""
+    from huggingface_hub.errors import HTTPError, RevisionResolutionError
+
+    try:
+        yield
+    except (HTTPError, OSError, ValueError, RevisionResolutionError) as error:
+        _explain(error, repository, revision)
+
+
+@contextmanager
+def _bars(on_progress: Callable[[int, int], None] | None, progress: bool) -> Iterator[type]:
+    """The client's progress bars, closed at the end; shown if `progress`, on a terminal. `on_progress`: see `resolve`.
 
     The client leaves two of them open; they would draw themselves once more into the chat when they are collected.
     """
@@ -148,7 +205,7 @@ def _bars(on_progress: Callable[[int, int], None] | None) -> Iterator[type]:
 
     class Bar(tqdm):
         def __init__(self, *args: Any, **options: Any) -> None:
-            super().__init__(*args, **options)
+            super().__init__(*args, **options, **({} if progress else {"disable": True}))
             self.counts_bytes, self.count = options.get("unit") == "B", 0
             bars.append(self)
 
@@ -201,7 +258,7 @@ def _explain(error: Exception, repository: str, revision: str | None) -> NoRetur
             text = f"the hub answers with status {status}: try again later"
         case _ if any(isinstance(link, errors.OfflineModeIsEnabled) for link in chain):
             text = "not wholly in the hub's cache, and HF_HUB_OFFLINE forbids the download: unset it"
-        case errors.LocalEntryNotFoundError():
+        case errors.LocalEntryNotFoundError() | errors.RevisionResolutionError():
             text = f"not wholly in the hub's cache, and {constants.ENDPOINT} cannot be reached: connect and try again"
         case OSError(errno=errno.ENOSPC):
             text = f"the disk is full: make room in {constants.HF_HUB_CACHE}, or name another folder in HF_HOME"
@@ -226,7 +283,7 @@ def _explain_missing_weights(repository: str, revision: str | None) -> NoReturn:
     for pattern, holds in FOREIGN:
         if files := [name for name in names if re.search(pattern, name)]:
             raise UserError(
-                f"{repository}: no safetensors but {holds} ({files[0]}): fetch them with `hf download {repository}"
-                " --local-dir FOLDER`, then run `mlx-llama3 convert`"
+                f"{repository}: no safetensors but {holds} ({files[0]}): "
+                f"`mlx-llama3 convert {repository}{f'@{revision}' if revision else ''} FOLDER` makes a model of them"
             )
     raise UserError(f"{repository}: holds no weights that can be read here ({len(names)} files, no *.safetensors)")

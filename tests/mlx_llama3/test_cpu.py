@@ -1,0 +1,68 @@
+"""Products shared out to the cores equal whole ones, from any thread."""
+
+import threading
+
+import mlx.nn as nn
+import pytest
+from tiny_models import quantized, random_weights, tiny_args, write_folder
+
+from mlx_llama3 import cpu
+from mlx_llama3.loading import load_model
+
+import mlx.core as mx  # isort: skip
+
+
+@pytest.fixture(params=[1, 2, 3, 8])
+def cores(request, monkeypatch):
+    monkeypatch.setattr(cpu, "n_streams", lambda: request.param)
+    monkeypatch.setattr(cpu, "_own", threading.local())
+    return request.param
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 96])
+@pytest.mark.parametrize("shape", [(64,), (1, 1, 64), (2, 5, 64)])
+def test_equals_a_whole_product(cores, rows, shape):
+    weight = mx.random.normal((rows, 64), key=mx.random.key(0))
+    x = mx.random.normal(shape, key=mx.random.key(1))
+    y = cpu.SpreadLinear(weight)(x)
+    assert y.shape == (*shape[:-1], rows)
+    assert mx.abs(y - x @ weight.T).max().item() < 1e-5
+
+
+def test_embedding_and_tied_head(cores):
+    weight = mx.random.normal((77, 64), key=mx.random.key(0))
+    embedding = cpu.SpreadEmbedding(weight)
+    tokens = mx.array([[0, 76, 5]])
+    assert mx.array_equal(embedding(tokens), weight[tokens]).item()
+    x = weight[tokens]
+    assert mx.abs(embedding.as_linear(x) - x @ weight.T).max().item() < 1e-4
+
+
+def test_a_new_weight_counts(cores):
+    layer = cpu.SpreadLinear(mx.ones((8, 64)))
+    x = mx.ones((1, 64))
+    assert layer(x).tolist() == [[64.0] * 8]
+    layer.weight = mx.zeros((8, 64))
+    assert layer(x).tolist() == [[0.0] * 8]
+
+
+def test_from_another_thread():
+    """MLX's streams belong to the thread that made them; a model loaded in one thread runs in another."""
+    layer, x = cpu.SpreadLinear(mx.random.normal((96, 64))), mx.ones((1, 64))
+    expected, found = layer(x).tolist(), []
+    thread = threading.Thread(target=lambda: found.append(layer(x).tolist()))
+    thread.start()
+    thread.join()
+    assert found == [expected]
+
+
+def test_a_loaded_model_has_only_such_layers_and_no_second_copy(tmp_path):
+    args = tiny_args()
+    settings = {"bits": 4, "group_size": 32}
+    model = load_model(write_folder(tmp_path, args, quantized(random_weights(args)), quantization=settings))
+    kinds = {type(leaf) for _, leaf in nn.utils.tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module)}
+    assert kinds & {nn.Linear, nn.QuantizedLinear, nn.Embedding, nn.QuantizedEmbedding} == set()
+    assert {cpu.SpreadLinear, cpu.SpreadEmbedding} <= kinds
+    before = mx.get_active_memory()
+    mx.eval(model(mx.array([[1, 2, 3]])))
+    assert mx.get_active_memory() - before < 100_000  # the blocks are views: the weights are 800 kB
