@@ -31,7 +31,7 @@ class Choice:
     def start(self) -> "Choice":
         """Queue the computation and return at once."""
         parts = (self.token, self.largest, self.logprob, *(self.top or ()))
-        mx.async_eval([part for part in parts if part is not None], [pending.arrays() for pending in self.norms])
+        mx.async_eval([part for part in parts if part is not None], [pending.squares for pending in self.norms])
         return self
 
     @property

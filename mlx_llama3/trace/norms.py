@@ -11,48 +11,52 @@ from mlx_llama3.model import Transformer
 from mlx_llama3.trace.taps import tapped
 
 # The rows of a norms array. The stream before a block is the stream after the one before it, so the five of them cost
-# three norms a layer and one more for the embedding.
+# four norms a layer and one more for the embedding.
 POINTS = ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post")
 _MEASURED = ("attn_out", "resid_mid", "mlp_out", "resid_post")
 
 
 @dataclass(frozen=True)
 class PendingNorms:
-    """Norms of one pass, not yet evaluated: the embedding's `(S,)` and, a layer, four of `(S,)`, all squared."""
+    """Squared norms of one pass, queued and perhaps not computed yet.
 
-    embedding: mx.array
-    layers: list[list[mx.array]]
+    In the order of the pass: the embedding's, then `_MEASURED` of each layer. Of a single position they are one array
+    `(1, 1 + 4 L)`, of several positions an array `(1, S)` each.
+    """
 
-    def arrays(self) -> list[mx.array]:
-        """To be evaluated together with the token of the same pass."""
-        return [self.embedding, *(norm for layer in self.layers for norm in layer)]
+    squares: list[mx.array]
 
     def read(self) -> np.ndarray:
         """Float32 `(5, n_layers, S)` in the order of `POINTS`; waits for the values.
 
-        They are gathered on the host: on the GPU a stack would be one copy for each of the inputs.
+        Arrays of several positions are gathered here: on the GPU a stack would be one copy for each of them.
         """
-        measured = np.array([[np.array(norm) for norm in layer] for layer in self.layers])  # (L, 4, S)
-        pre = np.concatenate([np.array(self.embedding)[None], measured[:-1, -1]])  # (L, S)
-        return np.sqrt(np.stack([pre, *measured.transpose(1, 0, 2)]))
+        norms = np.sqrt(np.concatenate([np.array(square) for square in self.squares]))
+        norms = norms.T if len(self.squares) == 1 else norms  # (1 + 4 L, S)
+        layers = norms[1:].reshape(-1, len(_MEASURED), norms.shape[1])  # (L, 4, S)
+        pre = np.concatenate([norms[:1], layers[:-1, -1]])  # (L, S)
+        return np.stack([pre, *layers.transpose(1, 0, 2)])
 
 
 class NormCapture:
-    """A twin of a model that takes norms as it runs; use `model` in its place, and `take` after each pass."""
+    """A twin of a model that takes norms as it runs; use `model` in its place, and `take` after each pass.
+
+    Of a batch, the first sequence's.
+    """
 
     def __init__(self, model: Transformer) -> None:
-        self._passes: list[PendingNorms] = []
-        self.model = tapped(model, self._seen, names=_MEASURED)
+        self._passes: list[list[mx.array]] = []
+        self.model = tapped(model, lambda layer, name, value: self._seen(value), names=_MEASURED)
         self.model.tok_embeddings = _EmbeddingTap(model.tok_embeddings, self._begin)
 
     def take(self) -> list[PendingNorms]:
-        """The norms of the passes of `model` since the last call, for the first sequence of the batch."""
+        """The norms of the passes of `model` since the last call."""
         passes, self._passes = self._passes, []
-        return passes
+        return [PendingNorms(_together(values)) for values in passes]
 
     def arrays(self) -> list[mx.array]:
         """What the passes since the last `take` have measured, to be evaluated with them."""
-        return [array for pending in self._passes for array in pending.arrays()]
+        return [value for values in self._passes for value in values]
 
     @staticmethod
     def read(passes: list[PendingNorms]) -> np.ndarray:
@@ -60,14 +64,26 @@ class NormCapture:
         return np.concatenate([pending.read() for pending in passes], axis=-1)
 
     def _begin(self, x: mx.array) -> None:
-        self._passes.append(PendingNorms(squared_norm(x), []))
+        self._passes.append([])
+        self._seen(x)
 
-    def _seen(self, layer: int, name: str, value: mx.array) -> mx.array:
-        layers = self._passes[-1].layers
-        if name == _MEASURED[0]:
-            layers.append([])
-        layers[-1].append(squared_norm(value))
+    def _seen(self, value: mx.array) -> mx.array:
+        # A decoded position is kept as it is and measured with all others in one go: four small operations a layer
+        # would cost 6 % of the speed. A prompt's positions are measured at once, so that their states can go.
+        self._passes[-1].append(value[:1] if value.shape[0] > 1 else value)
+        if value.shape[1] > 1:
+            self._passes[-1][-1] = _squared_norm(self._passes[-1][-1])
         return value
+
+
+def _together(values: list[mx.array]) -> list[mx.array]:
+    """One array of all norms if `values` are still states `(1, 1, dim)`; else they are norms already."""
+    return [_squared_norm(mx.concatenate(values, axis=1))] if values[0].ndim == 3 else values
+
+
+def _squared_norm(x: mx.array) -> mx.array:
+    """`(1, N, dim)` -> float32 `(1, N)`."""
+    return mx.square(x.astype(mx.float32)).sum(-1)
 
 
 class _EmbeddingTap:
@@ -83,12 +99,3 @@ class _EmbeddingTap:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.module, name)
-
-
-def squared_norm(x: mx.array) -> mx.array:
-    """`(B, S, dim)` -> float32 `(S,)`: the squared L2 norm of each position of the first sequence.
-
-    A decoded position is one dot product, one operation instead of a square and a sum.
-    """
-    x = x[0].astype(mx.float32)
-    return (x @ x.T)[0] if x.shape[0] == 1 else (x * x).sum(-1)
