@@ -205,7 +205,9 @@ def _bars(on_progress: Callable[[int, int], None] | None, progress: bool) -> Ite
 
     class Bar(tqdm):
         def __init__(self, *args: Any, **options: Any) -> None:
-            super().__init__(*args, **options, **({} if progress else {"disable": True}))
+            # None means: unless standard error is a terminal. The client asks for that with some of its bars only.
+            options["disable"] = options.get("disable") or None if progress else True
+            super().__init__(*args, **options)
             self.counts_bytes, self.count = options.get("unit") == "B", 0
             bars.append(self)
 
