@@ -5,19 +5,20 @@ PYTHON ?=
 ARGS :=
 INSTALL := PYTHON="$(PYTHON)" sh scripts/venv.sh
 
-.PHONY: help chat app test lint test-peers bench clean
+.PHONY: help chat app test lint test-peers bench bench-convert fuzz clean
 # The chat needs standard input, which make gives to one job only.
 .NOTPARALLEL:
 
 help:
-	@echo "make chat         chat with the demo model; ARGS=\"--model llama3.2-1b\" for another"
-	@echo "make app          the desktop UI with the demo model; ARGS as above"
-	@echo "make test         all tests"
-	@echo "make lint         ruff's checks and format"
-	@echo "make bench        speed beside mlx-lm"
-	@echo "make fuzz         100,000 damaged files for each reader of checkpoints"
-	@echo "make test-peers   tests beside llama.cpp, which is compiled first (minutes)"
-	@echo "make clean        remove .venv and what tools left behind"
+	@echo "make chat          chat with the demo model; ARGS=\"--model llama3.2-1b\" for another"
+	@echo "make app           the desktop UI with the demo model; ARGS as above"
+	@echo "make test          all tests"
+	@echo "make lint          ruff's checks and format"
+	@echo "make bench         speed beside mlx-lm"
+	@echo "make bench-convert memory and speed of the converter beside mlx-lm (minutes, 20 GB of disk)"
+	@echo "make fuzz          100,000 damaged files for each reader of checkpoints"
+	@echo "make test-peers    tests beside llama.cpp, which is compiled first (minutes), and torch"
+	@echo "make clean         remove .venv and what tools left behind"
 
 # exec: a shell in between would be killed by the Ctrl-C that only stops an answer.
 chat: .venv/installed
@@ -38,6 +39,9 @@ bench: .venv/installed-test
 	@$(BIN)/python benchmarks/startup.py
 	@$(BIN)/python benchmarks/side_by_side.py
 	@$(BIN)/python benchmarks/tracing.py
+
+bench-convert: .venv/installed-test
+	@$(BIN)/python benchmarks/convert_memory.py $(ARGS)
 
 fuzz: .venv/installed-test
 	@$(BIN)/python tests/support/fuzz_readers.py $(ARGS)

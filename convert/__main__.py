@@ -7,15 +7,22 @@ from collections.abc import Sequence
 from convert.arguments import add_arguments, run
 from mlx_llama3.errors import UserError
 
+INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse, convert, and tell errors in one line (exit code 2) unless `--debug` asks for a traceback."""
+    """Parse, convert, and tell errors in one line unless `--debug` asks for a traceback.
+
+    Returns the exit code: 0, 2 for an error that the person can mend, 130 for Ctrl-C.
+    """
     parser = argparse.ArgumentParser(prog="python -m convert")
     add_arguments(parser)
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     args = parser.parse_args(argv)
     try:
         return run(args)
+    except KeyboardInterrupt:
+        return INTERRUPTED
     except UserError as error:
         if args.debug:
             raise

@@ -5,14 +5,21 @@ from pathlib import Path
 
 DESCRIPTION = """\
 Convert a Llama 3 checkpoint into a folder that mlx-llama3, mlx-lm and LM Studio load, or into a GGUF file.
-SOURCE is Meta's download (params.json, consolidated.*.pth), a Hugging Face folder or hub id, or a GGUF file."""
+SOURCE is Meta's download (params.json, consolidated.*.pth), a Hugging Face folder, a GGUF file, or what is fetched
+first: a hub id ORG/NAME[@REVISION], Meta's files in it as ORG/NAME/original, one of its GGUF files as
+ORG/NAME/FILE.gguf, an alias such as llama3.2-1b, or demo."""
 _EPILOG = """\
 examples:
   mlx-llama3 convert ~/Llama3.1-8B-Instruct llama-8b
   mlx-llama3 convert meta-llama/Llama-3.2-1B-Instruct llama-1b-4bit --quantize 4
   mlx-llama3 convert model.Q4_K_M.gguf llama-gguf
+  mlx-llama3 convert org/Llama-3.2-1B-GGUF/model.Q4_K_M.gguf llama-gguf
   mlx-llama3 convert ~/Llama3.3-70B-Instruct llama-70b --recipe mixed_4_6
-  mlx-llama3 convert llama-8b llama-8b.gguf --to gguf-q8_0"""
+  mlx-llama3 convert llama-8b llama-8b.gguf --to gguf-q8_0
+
+a recipe file (the last override that fits decides; layers are numbers or "outer"; bits null: not quantized):
+  {"bits": 4, "group_size": 64, "overrides": [{"tensors": ["w2", "wv"], "layers": "outer", "bits": 6},
+                                              {"tensors": ["tok_embeddings", "output"], "bits": 8}]}"""
 _GGUF = {"gguf": "F16", "gguf-f16": "F16", "gguf-q8_0": "Q8_0", "gguf-q4_1": "Q4_1"}
 # Options that a GGUF file has no use for.
 _MLX_ONLY = ("dtype", "quantize", "group_size", "recipe", "keep_embeddings", "keep_head", "dequantize", "exact_scales")
@@ -23,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add everything that `run` reads to a parser. Imports neither MLX nor numpy."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description, parser.epilog = DESCRIPTION, _EPILOG
-    parser.add_argument("source", metavar="SOURCE", help="checkpoint: folder, hub id or .gguf file")
+    parser.add_argument("source", metavar="SOURCE", help="checkpoint: folder, .gguf file or hub id")
     parser.add_argument("target", metavar="TARGET", type=Path, help="folder to make (with --to gguf: file)")
     parser.add_argument(
         "--to",
@@ -43,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--recipe",
         metavar="NAME|FILE",
-        help="mixed bits: mixed_2_6, mixed_3_4, mixed_3_6, mixed_4_6, mixed_4_8 or a JSON file (see convert/recipe.py)",
+        help="mixed bits: mixed_2_6, mixed_3_4, mixed_3_6, mixed_4_6, mixed_4_8 or a JSON file as below",
     )
     parser.add_argument("--keep-embeddings", action="store_true", help="do not quantize the embedding")
     parser.add_argument("--keep-head", action="store_true", help="do not quantize the output head")
@@ -71,19 +78,21 @@ def run(args: argparse.Namespace) -> int:
 
     UserError for everything that the person can mend.
     """
-    from mlx_llama3.hub import resolve
-
-    source = Path(args.source).expanduser()
-    source = source if source.exists() else resolve(args.source)
-    report = _to_folder(args, source) if args.to == "mlx" else _to_gguf(args, source)
+    report = _to_folder(args) if args.to == "mlx" else _to_gguf(args)
     if not args.quiet:
         print(report)
     return 0
 
 
-def _to_folder(args: argparse.Namespace, source: Path) -> object:
+def _to_folder(args: argparse.Namespace) -> object:
     from convert.convert import convert
+    from convert.find_source import find_source
     from convert.recipe import make_recipe
+    from convert.staging import check_target
+
+    target = args.target.expanduser()
+    # Before hours of download.
+    check_target(target, overwrite=args.overwrite)
 
     recipe = make_recipe(
         args.quantize,
@@ -93,8 +102,8 @@ def _to_folder(args: argparse.Namespace, source: Path) -> object:
         quantize_head=not args.keep_head,
     )
     return convert(
-        source,
-        args.target.expanduser(),
+        find_source(args.source, progress=not args.quiet),
+        target,
         dtype=args.dtype,
         recipe=recipe,
         dequantize=args.dequantize,
@@ -106,20 +115,25 @@ def _to_folder(args: argparse.Namespace, source: Path) -> object:
     )
 
 
-def _to_gguf(args: argparse.Namespace, source: Path) -> object:
+def _to_gguf(args: argparse.Namespace) -> object:
+    from convert.find_source import find_source
+    from convert.staged_file import check_target
     from convert.to_gguf import to_gguf
     from mlx_llama3.errors import UserError
 
-    for option in (*_MLX_ONLY, "adapter"):
+    for option in _MLX_ONLY:
         if getattr(args, option):
             raise UserError(
                 f"--{option.replace('_', '-')} is for MLX folders; the type of a GGUF file is part of --to: "
                 f"{', '.join(_GGUF)}"
             )
+    target = args.target.expanduser()
+    check_target(target, overwrite=args.overwrite)
     return to_gguf(
-        source,
-        args.target.expanduser(),
+        find_source(args.source, progress=not args.quiet),
+        target,
         type_name=_GGUF[args.to],
+        adapter=args.adapter,
         rope_factor=args.rope_factor,
         overwrite=args.overwrite,
         progress=not args.quiet,

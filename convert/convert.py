@@ -75,9 +75,10 @@ def convert(
         opened = with_adapter(opened, Path(adapter))
     plan = make_plan(opened, dtype=dtype, recipe=recipe, dequantize=dequantize)
     _check_disk(plan, target)
+    notes = [*opened.notes, *_left_dense(plan, recipe)]
     with staged_folder(target, overwrite=overwrite) as folder:
         checksums = _write_tensors(plan, folder, progress, on_progress)
-        _write_rest(opened, plan, folder, checksums)
+        _write_rest(opened, plan, folder, checksums, notes)
     return Report(
         source=opened.path,
         kind=opened.kind,
@@ -89,7 +90,7 @@ def convert(
         nbytes=plan.nbytes,
         checksums=checksums,
         seconds=time.perf_counter() - started,
-        notes=[*opened.notes, *_left_dense(plan, recipe)],
+        notes=notes,
     )
 
 
@@ -157,16 +158,17 @@ def _with_checksums(steps: Sequence[Step], verified: set[tuple[Path, int]]) -> I
             yield step
 
 
-def _write_rest(source: Source, plan: Plan, folder: Path, checksums: int) -> None:
+def _write_rest(source: Source, plan: Plan, folder: Path, checksums: int, notes: Sequence[str]) -> None:
     _write_json(folder / "config.json", plan.config)
     if source.generation_config:
         _write_json(folder / "generation_config.json", source.generation_config)
-    source.write_tokenizer(folder)
+    has_tokenizer = bool(source.write_tokenizer(folder))
     if source.path.is_dir():
         for pattern in _LICENCES:
             for licence in filter(Path.is_file, source.path.glob(pattern)):
                 shutil.copyfile(licence, folder / licence.name)
-    (folder / "README.md").write_text(model_card(source, plan, checksums), encoding="utf-8")
+    card = model_card(source, plan, checksums, notes, has_tokenizer=has_tokenizer)
+    (folder / "README.md").write_text(card, encoding="utf-8")
 
 
 def _write_json(path: Path, table: Mapping[str, Any]) -> None:

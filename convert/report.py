@@ -7,7 +7,12 @@ from pathlib import Path
 
 from convert.plan import Plan
 from convert.source import Source
+from mlx_llama3.hub import cached_repository
 
+_USE = """
+    mlx-llama3 generate --model FOLDER --prompt "Hello"
+    mlx_lm.generate --model FOLDER --prompt "Hello"
+"""
 _VERIFIED = "\n## Verified\n"
 
 
@@ -60,21 +65,24 @@ def checks(checksums: int) -> str:
     return f"{text}, {checksums} checksums of the source match" if checksums else text
 
 
-def model_card(source: Source, plan: Plan, checksums: int) -> str:
+def model_card(source: Source, plan: Plan, checksums: int, notes: Sequence[str], *, has_tokenizer: bool) -> str:
     """README.md of the written folder: from what, how, and what was checked."""
     args = source.args
-    notes = "".join(f"- {note}\n" for note in source.notes)
+    repository, commit = cached_repository(source.path) or (None, None)
+    base = f"base_model: {repository}\n" if repository else ""
+    listed = "".join(f"- {note}\n" for note in notes)
+    use = _USE if has_tokenizer else ""
     return f"""---
 library_name: mlx
 pipeline_tag: text-generation
 tags:
 - mlx
 - llama
----
+{base}---
 
-# {source.path.absolute().name}, for MLX
+# {source.name}, for MLX
 
-Converted by [mlx-llama3](https://pypi.org/project/mlx-llama3/) from: {source.kind}.
+Converted by mlx-llama3 from {f"{repository}, commit {commit}" if repository else source.name}: {source.kind}.
 The licence is that of the original model.
 
 | | |
@@ -88,10 +96,7 @@ The licence is that of the original model.
 
 Checked while converting: {checks(checksums)}.
 
-{notes}
-    mlx-llama3 chat --model FOLDER
-    mlx_lm.generate --model FOLDER --prompt "Hello"
-"""
+{listed}{use}"""
 
 
 def add_to_card(folder: Path, verification: str) -> None:

@@ -15,6 +15,7 @@ import mlx.core as mx
 from convert.stored import Checksum
 from mlx_llama3.checkpoint import Quantization
 from mlx_llama3.config import ModelArgs
+from mlx_llama3.hub import cached_repository
 
 
 @dataclass(frozen=True)
@@ -81,3 +82,11 @@ class Source:
     generation_config: Mapping[str, Any]
     write_tokenizer: Callable[[Path], Sequence[str]]
     notes: Sequence[str] = field(default=())
+
+    @property
+    def name(self) -> str:
+        """What to call the model: the name of its repository, folder or file."""
+        path = self.path.absolute()
+        path = path.parent if path.name == "original" else path
+        repository, commit = cached_repository(path) or ("", "")
+        return repository.split("/")[1] if path.name == commit else path.name.removesuffix(".gguf")

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+from convert.staging import disk_full_told
 from mlx_llama3.errors import UserError
 
 
@@ -18,11 +19,10 @@ def staged_file(target: Path, *, overwrite: bool = False) -> Iterator[BinaryIO]:
     The sibling is locked while its process lives, so a later run recognises what a killed one left, and removes it.
 
     Raises:
-        UserError: `target` exists (and `overwrite` is not set), is a folder, or its folder cannot be written.
+        UserError: `target` exists (and `overwrite` is not set), is a folder, or its folder cannot be written; the disk
+            became full.
     """
-    if target.is_dir() or (target.exists() and not overwrite):
-        way_out = "give the name of a file" if target.is_dir() else "give another, or --overwrite to replace it"
-        raise UserError(f"{target}: exists already; {way_out}")
+    check_target(target, overwrite=overwrite)
     partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -31,7 +31,7 @@ def staged_file(target: Path, *, overwrite: bool = False) -> Iterator[BinaryIO]:
     except OSError as error:
         raise UserError(f"{target}: cannot be written: {error.strerror}; choose another target") from error
     try:
-        with open(partial, "wb") as file:
+        with disk_full_told(target), open(partial, "wb") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield file
             file.flush()
@@ -45,6 +45,13 @@ def staged_file(target: Path, *, overwrite: bool = False) -> Iterator[BinaryIO]:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def check_target(target: Path, *, overwrite: bool) -> None:
+    """UserError if `target` exists and may not, or must not, be replaced."""
+    if target.is_dir() or (target.exists() and not overwrite):
+        way_out = "give the name of a file" if target.is_dir() else "give another, or --overwrite to replace it"
+        raise UserError(f"{target}: exists already; {way_out}")
 
 
 def _remove_leftovers(target: Path) -> None:

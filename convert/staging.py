@@ -4,6 +4,7 @@ Everything is written into a hidden sibling, flushed, and renamed at the end. Th
 lives, so a later run recognises what a killed one left behind, and removes it.
 """
 
+import errno
 import fcntl
 import glob
 import os
@@ -23,7 +24,7 @@ def staged_folder(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
     must be flushed; the folder itself and the rename are flushed here.
 
     Raises:
-        UserError: `target` exists, or its parent cannot be written.
+        UserError: `target` exists, or its parent cannot be written; the disk became full.
     """
     target = Path(os.path.abspath(target))
     _clean(target)
@@ -37,16 +38,28 @@ def staged_folder(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
     lock = os.open(staging, os.O_RDONLY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield staging
-        for path in staging.rglob("*"):
-            _flush(path)
-        _flush(staging)
+        with disk_full_told(target):
+            yield staging
+            for path in staging.rglob("*"):
+                _flush(path)
+            _flush(staging)
         _replace(staging, target)
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise
     finally:
         os.close(lock)
+
+
+@contextmanager
+def disk_full_told(target: Path) -> Iterator[None]:
+    """Say of which target the disk became full: the system's error for a write names no file."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise UserError(f"{target}: the disk is full; make room, or choose a target on another disk") from error
 
 
 def check_target(target: Path, *, overwrite: bool) -> None:

@@ -21,6 +21,7 @@ from convert.gguf_quants import is_finite
 from convert.gguf_rope import rope_factors
 from convert.gguf_types import LAYOUTS
 from convert.gguf_writer import Output, file_size, write_gguf
+from convert.lora import with_adapter
 from convert.open_source import open_source
 from convert.source import Source, SourceTensor
 from convert.staged_file import staged_file
@@ -63,6 +64,7 @@ def to_gguf(
     target: Path | str,
     *,
     type_name: str = "F16",
+    adapter: Path | str | None = None,
     rope_factor: float | None = None,
     overwrite: bool = False,
     progress: bool = True,
@@ -73,6 +75,7 @@ def to_gguf(
         source: the checkpoint: a folder or a `.gguf` file.
         target: the file; it appears at the end, whole.
         type_name: of the matrices: "F16", "Q8_0" or "Q4_1".
+        adapter: a folder with a LoRA adapter, of PEFT or mlx-lm, to fuse into the weights.
         rope_factor: overrides the factor of the scaled RoPE of Meta's checkpoints.
         overwrite: replace an existing file, at the end.
         progress: show a bar on standard error, if that is a terminal.
@@ -83,6 +86,8 @@ def to_gguf(
     """
     started = time.perf_counter()
     opened, target = open_source(source, rope_factor=rope_factor), Path(target)
+    if adapter is not None:
+        opened = with_adapter(opened, Path(adapter))
     vocabulary, template = _tokenizer(opened)
     options = {"type_name": type_name, "chat_template": template, "overwrite": overwrite, "progress": progress}
     types = write_model(opened, vocabulary, target, **options)
@@ -130,7 +135,7 @@ def write_model(
     if type_name not in TYPES:
         raise UserError(f"{type_name!r} is not a type that can be written; choose one of {', '.join(TYPES)}")
     metadata = {
-        **model_metadata(source.args, source.path.absolute().name.removesuffix(".gguf"), type_name),
+        **model_metadata(source.args, source.name, type_name),
         **tokenizer_metadata(vocabulary, source.args.vocab_size, chat_template),
     }
     outputs = [_output(tensor, type_name, source.args) for tensor in source.tensors.values()]
@@ -189,16 +194,14 @@ def _blocks(tensor: SourceTensor, kind: str, head_dim: int) -> Iterator[np.ndarr
 
 def _stored(tensor: SourceTensor, kind: str, start: int, stop: int) -> np.ndarray:
     how = tensor.quantization
-    if how is None or how.mode != "affine" or tensor.dtype == mx.float32:
-        values = np.array(tensor.rows(start, stop).astype(mx.float32))
-        return values[:, None].view(np.uint8) if kind == "F32" else quantize(values, kind)
-    # Not `rows`, which rounds the values to the type of the scales.
-    rows = tensor.quantized_rows(start, stop)
-    packed = (rows.weight, rows.scales.astype(mx.float32), rows.biases.astype(mx.float32))
-    repacked = repack_q4_1(*map(np.array, packed)) if (kind, how.bits) == ("Q4_1", 4) else None
-    if repacked is not None:
-        return repacked
-    return quantize(np.array(mx.dequantize(*packed, group_size=how.group_size, bits=how.bits)), kind)
+    if kind == "Q4_1" and how is not None and (how.mode, how.bits) == ("affine", 4):
+        rows = tensor.quantized_rows(start, stop)
+        packed = (rows.weight, rows.scales.astype(mx.float32), rows.biases.astype(mx.float32))
+        repacked = repack_q4_1(*map(np.array, packed))
+        if repacked is not None:
+            return repacked
+    values = np.array(tensor.rows(start, stop).astype(mx.float32))
+    return values[:, None].view(np.uint8) if kind == "F32" else quantize(values, kind)
 
 
 def _interleaved(rows: np.ndarray, head_dim: int) -> np.ndarray:

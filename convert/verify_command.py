@@ -13,7 +13,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "at a time. The exit code is 1 if a tensor is not what it should be."
     )
     parser.add_argument("folder", metavar="FOLDER", type=Path, help="what convert wrote")
-    parser.add_argument("--against", metavar="SOURCE", required=True, help="checkpoint: folder, hub id or .gguf file")
+    parser.add_argument("--against", metavar="SOURCE", required=True, help="checkpoint, as for convert")
     parser.add_argument("--adapter", metavar="FOLDER", type=Path, help="the LoRA adapter that was fused")
     parser.add_argument("--rope-factor", type=float, metavar="X", help="as given to convert")
     parser.add_argument("--text", metavar="FILE", type=Path, help="text to run both on (default: a built-in one)")
@@ -26,15 +26,14 @@ def run(args: argparse.Namespace) -> int:
 
     UserError for everything that the person can mend.
     """
+    from convert.find_source import find_source
     from convert.report import add_to_card
     from convert.text_file import read_text
     from convert.verify import verify
-    from mlx_llama3.hub import resolve
 
-    source = Path(args.against).expanduser()
     found = verify(
         args.folder,
-        source if source.exists() else resolve(args.against),
+        find_source(args.against),
         adapter=args.adapter,
         rope_factor=args.rope_factor,
         text=read_text(args.text) if args.text else None,

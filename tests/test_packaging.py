@@ -67,7 +67,7 @@ def test_files_and_functions_stay_small_and_named_for_what_they_own(module):
     assert module.split(".")[-1] not in {"utils", "util", "helpers", "helper", "common", "misc"}
 
 
-@pytest.mark.parametrize("command", [["--help"], ["chat", "--help"], ["--version"]])
+@pytest.mark.parametrize("command", [["--help"], ["chat", "--help"], ["app", "--help"], ["--version"]])
 def test_help_imports_nothing_heavy(command):
     script = (
         "import atexit, sys\n"

@@ -36,7 +36,12 @@ def build(selection: Selection) -> None:
     with gr.Accordion("What is this?", open=False):
         gr.Markdown(_WHAT)
     selection.redraw(TAB, draw.draw, [head, layer, diagram])
-    layer.release(draw.choose, [selection.services.session_id, layer], [selection.cell], show_progress="hidden")
+    layer.release(
+        draw.choose,
+        [selection.services.session_id, layer],
+        [selection.services.generation_done],
+        show_progress="hidden",
+    )
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,7 @@ class _Draw:
         if cell is None:
             return gr.skip()
         session.selected = (int(layer), cell.position)
-        return list(session.selected)
+        return self.selection.services.next_change()
 
     def draw(self, session: Session | None, cell: Cell | None) -> list[Any]:
         if session is None:

@@ -13,10 +13,10 @@ from app.ui.models_panel import ModelsPanel
 from app.ui.progress import Cancelled, Watch, follow
 from app.ui.status import bar, notice, size
 from convert.convert import convert
+from convert.find_source import find_source
 from convert.recipe import make_recipe
 from mlx_llama3.engine import Engine
 from mlx_llama3.errors import UserError
-from mlx_llama3.hub import resolve
 
 _BITS = [
     ("as in the source", ""),
@@ -106,10 +106,8 @@ def connect(panel: ConvertPanel, converter: Converter, models: ModelsPanel) -> N
 
 
 def _convert(source: str, target: Path, bits: str, watch: Watch) -> Any:
-    path = Path(source).expanduser()
     recipe = make_recipe(**({"recipe": bits} if bits.startswith("mixed") else {"quantize": bits or None}))
-    found = path if path.exists() else resolve(source, watch)
-    return convert(found, target, recipe=recipe, progress=False, on_progress=watch)
+    return convert(find_source(source, watch), target, recipe=recipe, progress=False, on_progress=watch)
 
 
 def _target(source: str, name: str) -> Path:
@@ -118,6 +116,8 @@ def _target(source: str, name: str) -> Path:
     name = name.strip() or Path(source.strip()).expanduser().name.removesuffix(".gguf")
     if name in (".", "..") or "/" in name or "\\" in name or not name:
         raise UserError(f"{name!r} is no name for the result: leave out slashes")
+    if (catalogue.models_dir() / name).exists():
+        raise UserError(f"{name!r} is there already: give the result another name")
     return catalogue.models_dir() / name
 
 

@@ -132,7 +132,7 @@ _keys = _Keys()
 
 
 def payload(trace: Trace, start: int = 0) -> dict[str, Any]:
-    """What a canvas that holds the first `start` positions of `trace` needs; more than there are: a mere sign of life.
+    """What a canvas that holds the first `start` positions of `trace` needs.
 
     May be called while another thread extends the trace: a position counts once its norms are there.
     """
@@ -143,6 +143,11 @@ def payload(trace: Trace, start: int = 0) -> dict[str, Any]:
     return rows_value(
         rows, trace.pieces[start:count], trace.tokens[start:count].tolist(), _keys.name(trace), start, trace.model
     )
+
+
+def state(trace: Trace, selected: tuple[int, int] | None) -> dict[str, Any]:
+    """For a canvas in any state: how far `trace` is, so that it fetches what it lacks, and the selected cell."""
+    return payload(trace, trace.norms.shape[-1]) | {"selected": selected}
 
 
 def rows_value(

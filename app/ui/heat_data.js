@@ -4,6 +4,8 @@ function receive(value) {
   if (!value) return;
   data.model = value.model || "";
   if (value.trace !== data.trace || value.layers !== data.rows) reset(value);
+  // What the person is just selecting is newer than what the server knows.
+  if (value.selected !== undefined && triggering === null) wanted = value.selected;
   if (value.from > data.count) return pull();
   if (value.from < data.count) truncate(value.from);
   append(value);
@@ -52,6 +54,11 @@ function append(value) {
   }
   data.count += added;
   measure(start);
+  // A cell that the server selects, once its token is here.
+  if (wanted === null || (wanted && wanted[1] < data.count)) {
+    select(wanted && { row: wanted[0], column: wanted[1] }, false);
+    wanted = undefined;
+  }
   redraw();
 }
 

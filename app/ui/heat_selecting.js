@@ -19,14 +19,17 @@ function lines(cell) {
   return text;
 }
 
-let triggering = null;
 function select(cell, tell = true) {
   selected = cell;
   clearTimeout(triggering);
+  triggering = null;
   find("live").textContent = cell ? lines(cell).join("; ") : "";
   if (cell && tell) {
     // Held arrow keys run over many cells; only where they rest is looked at.
-    triggering = setTimeout(() => trigger("cell", { trace: data.trace, row: cell.row, column: cell.column }), 120);
+    triggering = setTimeout(() => {
+      triggering = null;
+      trigger("cell", { trace: data.trace, row: cell.row, column: cell.column });
+    }, 120);
   }
   redraw();
 }

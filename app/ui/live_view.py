@@ -73,18 +73,17 @@ class _Live:
         if not (0 <= layer < layers and 0 <= position < session.trace.norms.shape[-1]):
             return gr.skip(), gr.skip()
         session.selected = (layer, position)
-        return [layer, position], _summary(self.selection.find(session_id))
+        return self.selection.value(session_id), _summary(self.selection.find(session_id))
 
     def refresh(self, session_id: str | None) -> tuple[Any, Any, str]:
         """Tell the canvas how far the trace is, so that it fetches what it lacks, and drop a selection that is gone."""
         session = self.selection.services.session(session_id)
         if session is None:
-            return gr.skip(), None, _summary(None)
+            return gr.skip(), self.selection.value(session_id), _summary(None)
         cell = self.selection.find(session_id)
         if cell is None:
             session.selected = None
-        value = heat.payload(session.trace, session.trace.norms.shape[-1])
-        return value, cell and [cell.layer, cell.position], _summary(cell)
+        return heat.state(session.trace, session.selected), self.selection.value(session_id), _summary(cell)
 
 
 def _summary(cell: Cell | None) -> str:

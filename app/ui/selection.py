@@ -27,7 +27,11 @@ class Cell:
 
 @dataclass(frozen=True)
 class Selection:
-    """cell: `[layer, position]` or None. tab: the name of the open tab: only that one's view is computed."""
+    """cell: holds `value`, which the live view alone gives out. tab: the name of the open tab, whose view is computed.
+
+    The selected cell itself is the session's. An event that changes it, or anything else that the views show, outputs
+    `services.next_change()` to `services.generation_done`; then the live view gives `cell` a new value.
+    """
 
     services: Services
     cell: gr.State
@@ -43,6 +47,11 @@ class Selection:
             return None
         return Cell(session, layer, position)
 
+    def value(self, session_id: str | None) -> list[int | None]:
+        """What `cell` is to hold now: layer, position, and a number that is another one each time."""
+        cell = self.find(session_id)
+        return [cell and cell.layer, cell and cell.position, self.services.next_change()]
+
     def redraw(
         self,
         tab: str,
@@ -57,9 +66,8 @@ class Selection:
                 return gr.skip()
             return told(self.services, draw, self.services.session(session_id), self.find(session_id), *rest)
 
-        changes = [self.cell.change, self.tab.change, self.services.generation_done.change]
         gr.on(
-            changes,
+            [self.cell.change, self.tab.change],
             maybe,
             [self.tab, self.services.session_id, *inputs],
             list(outputs),

@@ -2,6 +2,9 @@
 
 import contextlib
 import json
+import os
+import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -60,10 +63,20 @@ def test_report_on_standard_output_and_nothing_else_in_a_pipe(folder, tmp_path):
 
 def test_progress_on_a_terminal(folder, tmp_path):
     command = ["-m", "convert", str(folder), str(tmp_path / "out")]
-    child = pexpect.spawn(sys.executable, command, dimensions=(24, 120), timeout=60)
+    # Drawn at each change, since this is over sooner than the next drawing.
+    environment = os.environ | {"TQDM_MININTERVAL": "0"}
+    child = pexpect.spawn(sys.executable, command, env=environment, dimensions=(24, 120), timeout=60)
     child.expect(pexpect.EOF)
     shown = child.before.decode()
-    assert "convert:   0%" in shown and "B/s" in shown and shown.rstrip().splitlines()[-1].startswith("note: ")
+    # Share, bytes of all bytes, time left, bytes a second, tensor of all tensors.
+    assert re.search(r"convert: +\d+%\|.*\| \S+k?/\d+k \[\d\d:\d\d<(\?|\d\d:\d\d), .*B/s, tensor \d+/30\]", shown)
+    assert shown.rstrip().splitlines()[-1].startswith("note: ")
+
+
+def test_control_c(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("convert.convert.make_plan", lambda *_, **__: signal.raise_signal(signal.SIGINT))
+    assert main([str(folder), str(tmp_path / "out")]) == 130
+    assert not (tmp_path / "out").exists()
 
 
 def test_quiet(folder, tmp_path, capsys):
@@ -98,6 +111,8 @@ def test_to_gguf(tmp_path, capsys):
         assert main([str(tmp_path / "in"), str(tmp_path / f"{kind}.gguf"), "--to", kind]) == 0
         assert type_name in capsys.readouterr().out
         assert (tmp_path / f"{kind}.gguf").read_bytes().startswith(b"GGUF")
+    assert main([str(tmp_path / "in"), str(tmp_path / "gguf.gguf"), "--to", "gguf"]) == 2
+    assert "gguf.gguf: exists already; give another, or --overwrite" in capsys.readouterr().err
     assert main([str(tmp_path / "in"), str(tmp_path / "x.gguf"), "--to", "gguf", "--quantize", "4"]) == 2
     assert "--quantize is for MLX folders; the type of a GGUF file is part of --to" in capsys.readouterr().err
 

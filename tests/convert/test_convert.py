@@ -204,8 +204,17 @@ def test_what_a_folder_holds(tmp_path):
     assert generation == {"bos_token_id": 1, "eos_token_id": [2, 3], "temperature": 0.6}
     card = (tmp_path / "out" / "README.md").read_text()
     assert "Hugging Face folder, 1 safetensors file" in card and "no NaN and no infinity" in card
+    assert "# in, for MLX" in card and "base_model" not in card and "mlx-llama3 generate --model FOLDER" in card
     assert report.parameters == sum(array.size for array in HALF.values()) and report.bits_per_weight == 16
     assert str(report).startswith(f"{tmp_path / 'out'}: 30 tensors, 0.00 GB, bfloat16\n")
+
+
+def test_card_without_a_tokenizer_promises_no_text(tmp_path):
+    folder = write_meta(tmp_path / "name" / "original", 2)
+    convert(folder, tmp_path / "out", recipe=make_recipe(4, group_size=128), progress=False)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "# name, for MLX" in card and "- no tokenizer.model in" in card and "--model FOLDER" not in card
+    assert "matrices stay dense: their rows are not whole groups of 128" in card
 
 
 def refused(source: Path, target: Path, **options) -> str:

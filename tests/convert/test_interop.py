@@ -5,8 +5,10 @@ from pathlib import Path
 import mlx.core as mx
 import mlx_lm
 import pytest
+from gguf_builder import TOKENS
 from meta_checkpoint import PARAMS, write_meta, write_tokenizer_model
 from mlx_lm.utils import load_model as peer_load_model
+from tiny_gguf import write_tiny
 from tiny_models import random_weights, tiny_args, write_folder
 
 from convert.convert import convert
@@ -14,25 +16,24 @@ from convert.recipe import make_recipe
 from mlx_llama3.config import ModelArgs, RopeScaling
 from mlx_llama3.loading import load_model
 
-TOKENS = mx.array([[5, 17, 200, 3, 3, 99, 42, 250, 1, 0, 77, 128]])
+IDS = mx.array([[5, 17, 200, 3, 3, 99, 42, 250, 1, 0, 77, 128]])
 
 
-def greedy(step, count: int = 12) -> list[int]:
-    """Tokens that follow `TOKENS`, each from a full pass; `step` gives logits (1, S, vocab)."""
-    tokens = TOKENS
+def greedy(step, tokens: mx.array, count: int = 12) -> list[int]:
+    """Ids that follow `tokens` (1, S), each from a full pass; `step` gives logits (1, S, vocab)."""
     for _ in range(count):
         tokens = mx.concatenate([tokens, mx.argmax(step(tokens)[:, -1:], axis=-1)], axis=1)
     return tokens[0, -count:].tolist()
 
 
-def same_as_peer(folder: Path) -> None:
+def same_as_peer(folder: Path, ids: mx.array = IDS) -> None:
     """Logits within 1e-4 of mlx-lm's, and the same greedy tokens. Both compute in float32."""
     ours, (peer, _) = load_model(folder), peer_load_model(folder)
     peer.set_dtype(mx.float32)
-    logits, expected = ours(TOKENS), peer(TOKENS)
+    logits, expected = ours(ids), peer(ids)
     assert mx.abs(expected).max().item() > 0.1
     assert mx.abs(logits - expected).max().item() < 1e-4
-    assert greedy(ours) == greedy(peer)
+    assert greedy(ours, ids) == greedy(peer, ids)
 
 
 SHAPES = {
@@ -60,6 +61,27 @@ def test_metas_shards(tmp_path, count):
     write_meta(tmp_path / "in", count, use_scaled_rope=True)
     convert(tmp_path / "in", tmp_path / "out", dtype="float32", progress=False)
     same_as_peer(tmp_path / "out")
+
+
+GGUF_TYPES = ["F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
+
+
+@pytest.mark.parametrize("type_name", GGUF_TYPES)
+@pytest.mark.parametrize("options", [{}, {"exact_scales": True}, {"dequantize": True}], ids=["", "exact", "dense"])
+def test_ggufs(tmp_path, type_name, options):
+    write_tiny(tmp_path / "in.gguf", type_name=type_name)
+    convert(tmp_path / "in.gguf", tmp_path / "out", progress=False, **options)
+    same_as_peer(tmp_path / "out")
+    _, tokenizer = mlx_lm.load(str(tmp_path / "out"), lazy=True)
+    assert tokenizer.encode("the", add_special_tokens=False) == [TOKENS.index("the")]
+
+
+@pytest.mark.parametrize("name", ["lora", "dora"])
+def test_adapters(tmp_path, name):
+    peft = Path(__file__).parents[1] / "data" / "peft"
+    recipe = make_recipe(8, group_size=32)
+    convert(peft / "base", tmp_path / "out", adapter=peft / name, recipe=recipe, progress=False)
+    same_as_peer(tmp_path / "out", IDS % 64)
 
 
 RECIPES = {

@@ -1,5 +1,6 @@
 """A staged file appears whole or not at all, whatever happens on the way."""
 
+import errno
 import fcntl
 import os
 import signal
@@ -30,6 +31,12 @@ def test_nothing_is_left_after_an_error(tmp_path):
         file.write(b"half")
         raise RuntimeError
     assert names(tmp_path) == []
+
+
+def test_disk_that_becomes_full(tmp_path):
+    with pytest.raises(UserError, match="x.gguf: the disk is full; make room"), staged_file(tmp_path / "x.gguf"):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_existing_target(tmp_path):

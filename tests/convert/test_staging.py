@@ -1,5 +1,6 @@
 """A folder appears whole or not at all, and dead runs are cleaned up."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -28,6 +29,14 @@ def test_nothing_is_left_of_a_failure(tmp_path, error):
         (folder / "config.json").write_text("{}")
         raise error
     assert names(tmp_path) == []
+
+
+def test_disk_that_becomes_full(tmp_path):
+    with pytest.raises(UserError, match="out: the disk is full; make room"), staged_folder(tmp_path / "out"):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    with pytest.raises(PermissionError), staged_folder(tmp_path / "out"):
+        raise PermissionError(errno.EACCES, "Permission denied")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_existing_target(tmp_path):

@@ -96,6 +96,31 @@ def test_quantized_types(tmp_path, target, type_name):
         np.testing.assert_array_equal(values(target)[name], expected, err_msg=name)
 
 
+def test_q4_0_becomes_q4_1_without_a_change_of_value(tmp_path, target):
+    write_tiny(tmp_path / "in.gguf", type_name="Q4_0")
+    to_gguf(tmp_path / "in.gguf", target, type_name="Q4_1", progress=False)
+    before, after = values(tmp_path / "in.gguf"), values(target)
+    for name in before.keys() - {"model.embed_tokens.weight"}:
+        np.testing.assert_array_equal(after[name], before[name], err_msg=name)
+
+
+def test_adapter_is_fused(tmp_path, target):
+    """mlx-lm's update `scale (a b)^T`, on a packed base: added to the unpacked values, rounded once to float16."""
+    write_tiny(tmp_path / "in.gguf", type_name="Q4_0")
+    module = "model.layers.1.self_attn.q_proj"
+    a, b = (mx.random.normal(shape, key=mx.random.key(n)) for n, shape in enumerate([(256, 4), (4, 256)]))
+    (tmp_path / "lora").mkdir()
+    mx.save_safetensors(str(tmp_path / "lora" / "adapters.safetensors"), {f"{module}.lora_a": a, f"{module}.lora_b": b})
+    (tmp_path / "lora" / "adapter_config.json").write_text('{"lora_parameters": {"scale": 0.5}}')
+    report = to_gguf(tmp_path / "in.gguf", target, adapter=tmp_path / "lora", progress=False)
+    assert "the adapter lora is fused into 1 tensors" in report.notes
+    before, after = values(tmp_path / "in.gguf"), values(target)
+    before[f"{module}.weight"] += np.array(0.5 * (a @ b).T)
+    for name, array in before.items():
+        expected = array.astype(np.float16).astype(np.float32) if array.ndim == 2 else array
+        np.testing.assert_allclose(after[name], expected, rtol=1e-3 if "1.self_attn.q" in name else 0, err_msg=name)
+
+
 def test_rows_that_are_not_whole_blocks_stay_in_16_bits(tmp_path, target):
     args = tiny_args(hidden_dim=72)
     write_model(

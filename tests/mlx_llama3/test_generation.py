@@ -63,6 +63,33 @@ def test_the_head_sees_only_the_last_position_of_a_prompt(talker, tokenizer):
     assert [np.prod(shape[:-1]) for shape in shapes] == [1, 1, 1]
 
 
+def test_each_chunk_is_computed_before_the_next_is_queued(model, tokenizer):
+    """So that the memory of a long prompt is bounded, progress is true and Ctrl-C is heard."""
+    args, prompt = model.args, [7] * 400
+    there, before = [], mx.get_active_memory()
+    list(
+        generate(
+            model,
+            tokenizer,
+            prompt,
+            max_tokens=1,
+            prefill_chunk=100,
+            on_prefill=lambda *_: there.append(mx.get_active_memory() - before),
+        )
+    )
+    keys_and_values = 2 * args.n_layers * args.n_kv_heads * args.head_dim * 256 * 4  # buffers of 256 positions
+    assert keys_and_values <= there[0] < 2 * keys_and_values  # and of the pass nothing else is left
+    assert 2 * keys_and_values <= there[2] < 3 * keys_and_values
+
+
+def test_no_step_waits_for_its_result_before_the_next_is_queued(talker, tokenizer, monkeypatch):
+    def wait(*_):
+        raise AssertionError("decoding must not wait")
+
+    monkeypatch.setattr(mx, "eval", wait)
+    assert len(tokens(talker, tokenizer, max_tokens=3, logprobs=2, temperature=1.0)) == 3
+
+
 def test_the_next_step_is_queued_before_this_one_is_read(talker, tokenizer):
     cache = talker.make_cache()
     steps = generate(talker, tokenizer, PROMPT, max_tokens=3, cache=cache)
@@ -124,6 +151,10 @@ def test_streamed_text_equals_the_decode_of_all_ids(talker, tokenizer, text, sto
         assert [s.token for s in steps] == ids[:end]
         assert "".join(s.text for s in steps) == tokenizer.decode(ids[:end])
         assert all("\ufffd" not in s.text for s in steps[:-1])
+        talker.replies = [[*ids[:end], min(tokenizer.stop_ids)]]
+        steps = list(generate(talker, tokenizer, PROMPT, max_tokens=end + 9, stop=stop))
+        assert "".join(s.text for s in steps) == tokenizer.decode(ids[:end])
+        assert steps[-1].finish_reason == "stop"
 
 
 @pytest.mark.parametrize(
@@ -179,8 +210,11 @@ def test_options_reach_the_sampler(model, tokenizer):
     # The repetition penalty looks at what is in the cache too.
     cache = model.make_cache()
     model(mx.array([PROMPT[:-1]]), 0, cache)
-    rest = {"max_tokens": 4, "repetition_penalty": 3.0}
+    # Strengthened so, what the prompt said comes again and again.
+    rest = {"max_tokens": 4, "repetition_penalty": 1e-3}
     expected = tokens(model, tokenizer, **rest)
+    assert set(expected) <= set(PROMPT)
+    assert expected[0] != PROMPT[-1]
     assert tokens(model, tokenizer, PROMPT[-1:], cache=cache, history=PROMPT[:-1], **rest) == expected
 
 
@@ -201,6 +235,17 @@ def test_nan_names_the_layer_and_is_no_token(tmp_path, tokenizer, layer, branch)
     matrix.weight = mx.full(matrix.weight.shape, 3e38)  # overflows when it is used
     with pytest.raises(UserError, match=f"NaN, first in layers.{layer}.{branch}"):
         tokens(model, tokenizer, max_tokens=3)
+
+
+def test_a_nan_that_comes_from_the_cache_is_found_there(tmp_path, tokenizer):
+    model = tiny_model(tmp_path)
+    weight = model.tok_embeddings.weight
+    weight[9] = float("inf")
+    model.tok_embeddings.weight = weight
+    cache = model.make_cache()
+    model(mx.array([[9]]), 0, cache)
+    with pytest.raises(UserError, match="NaN, first in tok_embeddings"):
+        tokens(model, tokenizer, [3], cache=cache, history=[9])
 
 
 @pytest.mark.parametrize(

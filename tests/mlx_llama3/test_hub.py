@@ -11,6 +11,7 @@ from pathlib import Path
 import pexpect
 import pytest
 from hub_server import COMMIT, Hub, Repository, serve
+from huggingface_hub.errors import RevisionResolutionError
 
 from mlx_llama3 import hub as names
 from mlx_llama3.errors import UserError
@@ -142,6 +143,14 @@ def test_cache_folder_of_each_platform(monkeypatch):
     assert names.cache_dir() == Path("/home/ada/elsewhere")
 
 
+def test_repository_of_a_path_in_the_hubs_cache():
+    snapshot = Path("/h/hub/models--org--a-model.v1/snapshots") / COMMIT
+    for path in (snapshot, snapshot / "original", snapshot / "Q4" / "a.gguf"):
+        assert names.cached_repository(path) == ("org/a-model.v1", COMMIT)
+    for path in (snapshot.parent, Path("/h/models--org--a"), Path("/h/models--org/snapshots") / COMMIT, Path("a.gguf")):
+        assert names.cached_repository(path) is None
+
+
 # ---- the hub
 
 
@@ -240,7 +249,10 @@ REFUSALS = {
     ),
     "org/ill": (Repository(refusal=(500, {})), "the hub answers with status 500: try again later"),
     "org/bad--name": (None, "no possible name on the hub"),
-    "org/gguf": (Repository({"a.Q4_K.gguf": b"", "config.json": b""}), "GGUF files (a.Q4_K.gguf): fetch them with `hf"),
+    "org/gguf": (
+        Repository({"a.Q4_K.gguf": b"", "config.json": b""}),
+        "GGUF files (a.Q4_K.gguf): `mlx-llama3 convert org/gguf FOLDER` ",
+    ),
     "org/meta": (Repository({"original/consolidated.00.pth": b""}), "Meta's own files (original/consolidated.00.pth)"),
     "org/torch": (Repository({"pytorch_model.bin": b"", "config.json": b""}), "PyTorch files (pytorch_model.bin)"),
     "org/text": (Repository({"config.json": b"{}"}), "holds no weights that can be read here (1 files"),
@@ -273,6 +285,7 @@ def test_nothing_cached_and_no_network(environment):
     [
         (OSError(errno.ENOSPC, "No space left on device"), "the disk is full: make room in "),
         (PermissionError(errno.EACCES, "Permission denied", "/x/y"), "/x/y: Permission denied; name another folder in"),
+        (RevisionResolutionError("what is main?"), "not wholly in the hub's cache, and "),
         (OSError("Consistency check failed: size 3\nplease"), "the download broke off (Consistency check failed: size"),
     ],
 )

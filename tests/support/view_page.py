@@ -2,10 +2,11 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from importlib.resources import files
+from typing import Any
 
 import gradio as gr
 import numpy as np
@@ -26,9 +27,9 @@ HEAT = "(id) => [...document.querySelectorAll(`#${id}, #${id} *`)].find((each) =
 class ViewPage:
     """`address` of the page, and the `session` that a tab opened now will show."""
 
-    def __init__(self, opened: OpenModel) -> None:
+    def __init__(self, load: Callable[[], OpenModel]) -> None:
         self.engine, self.sessions = Engine(), Sessions()
-        self.sessions.opened = opened
+        self.sessions.opened = self.engine.run(load)
         self.session: Session = self.engine.run(self.sessions.add)
         self.source = Source()
         with gr.Blocks(fill_width=True, analytics_enabled=False) as self.page:
@@ -77,11 +78,11 @@ class Source:
     """A stand-in for a model: a trace of 30 layers that grows in real time.
 
     `begin` tokens are there at the start; then come `tokens` more, `speed` a second, in yields of at most 12 a second,
-    as the chat has them.
+    as the chat has them. `late`: as if the page had not been told of the first ones.
     """
 
     def __init__(self) -> None:
-        self.begin, self.tokens, self.speed = 0, 4000, 100
+        self.begin, self.tokens, self.speed, self.late = 0, 4000, 100, False
 
     def stream(self) -> Iterator[dict]:
         """What the chat's generator yields for the heat map."""
@@ -98,7 +99,7 @@ class Source:
 
         thread = threading.Thread(target=grow, daemon=True)
         thread.start()
-        sent = 0
+        sent = self.begin if self.late else 0
         while sent < self.begin + self.tokens:
             value = heat.payload(trace, sent)
             if value["tokens"]:
@@ -107,10 +108,29 @@ class Source:
             time.sleep(1 / 12)
 
 
+def held(page: Any, elem_id: str = "live-heat") -> np.ndarray:
+    """All values of a canvas, `(points, rows, columns)`."""
+    values = page.evaluate(
+        f"(() => {{ const d = ({HEAT})('{elem_id}').heatData;"
+        "return [d.rows, d.count, Array.from(d.values.subarray(0, d.size * d.count))]; })()"
+    )
+    rows, columns, flat = values
+    return np.array(flat, np.float32).reshape(columns, -1, rows).transpose(1, 2, 0)
+
+
+def click(page: Any, row: int, column: int, rows: int = 30, elem_id: str = "live-heat") -> None:
+    """Click into the middle of a cell of a heat map with tokens below."""
+    page.locator(f"#{elem_id} canvas").scroll_into_view_if_needed()
+    box = page.locator(f"#{elem_id} canvas").bounding_box()
+    left = page.evaluate(f"document.querySelector('#{elem_id} .heat-scroll').scrollLeft")
+    tall = (box["height"] - 6 - 72) / rows
+    page.mouse.click(box["x"] + 44 + 12 * (column + 0.5) - left, box["y"] + 6 + (rows - 1 - row + 0.5) * tall)
+
+
 @contextmanager
-def view_page(opened: OpenModel) -> Iterator[ViewPage]:
-    """A page while the block runs."""
-    page = ViewPage(opened)
+def view_page(load: Callable[[], OpenModel]) -> Iterator[ViewPage]:
+    """A page while the block runs, with what `load` gives on the engine's thread."""
+    page = ViewPage(load)
     try:
         yield page
     finally:

@@ -157,11 +157,13 @@ def tab(new_tab) -> Tab:
 
 
 @pytest.fixture(scope="session")
-def view_server(opened, data_folder):
+def view_server(demo_folder, data_folder):
     """The views on a page of their own, with the demo model, which has answered one question."""
     from view_page import QUESTION, view_page
 
-    with view_page(opened) as server:
+    from app.models import open_model
+
+    with view_page(lambda: open_model("demo")) as server:
         server.say(QUESTION)
         yield server
 

@@ -7,7 +7,7 @@ import os
 
 import numpy as np
 import pytest
-from view_page import HEAT
+from view_page import HEAT, held
 
 from app.ui import heat
 from app.ui.heat import heat_rows, payload, rows_value
@@ -77,16 +77,6 @@ def live(view_tab, view_server):
     return page
 
 
-def held(page, elem_id: str = "live-heat") -> np.ndarray:
-    """All values of a canvas, `(points, rows, columns)`."""
-    values = page.evaluate(
-        f"(() => {{ const d = ({HEAT})('{elem_id}').heatData;"
-        "return [d.rows, d.count, Array.from(d.values.subarray(0, d.size * d.count))]; })()"
-    )
-    rows, columns, flat = values
-    return np.array(flat, np.float32).reshape(columns, -1, rows).transpose(1, 2, 0)
-
-
 def test_the_canvas_holds_what_the_library_measured(live, view_server):
     trace = view_server.session.trace
     np.testing.assert_array_equal(held(live), trace.norms[list(POINT_ROWS)])
@@ -118,12 +108,17 @@ def test_keys_move_the_selection_and_a_screen_reader_hears_it(live, view_server)
     norms, pieces = view_server.session.trace.norms, view_server.session.trace.pieces
     box = live.locator("#live-heat .heat-scroll")
     box.focus()
+    live.wait_for_timeout(300)  # the cell that is selected already is shown first
     live.keyboard.press("Home")
     live.keyboard.press("ArrowRight")
     live.keyboard.press("ArrowRight")
     for _ in range(31):
         live.keyboard.press("ArrowDown")
     live.keyboard.press("ArrowUp")
+    live.wait_for_function(
+        "document.querySelector('#live-heat .heat-scroll').ariaLabel.includes('Selected: token 2 ')"
+        "&& document.querySelector('#live-heat .heat-scroll').ariaLabel.includes('layer 1;')"
+    )
     label = box.get_attribute("aria-label")
     assert label.startswith("Norms while the model speaks: Residual stream, 30 layers by 44 tokens. Selected: token 2")
     assert "layer 1;" in label and f"{norms[4, 1, 2]:.4g}" in label
@@ -154,16 +149,15 @@ def test_the_picture_is_saved_whole(live):
     assert picture.width >= 2 * (44 + 44 * 12) and len(picture.getcolors(1 << 20)) > 100
 
 
-def test_updates_that_were_lost_are_fetched(live, view_server):
-    """A payload that begins behind what the canvas holds, as after a merged update or in a tab opened late."""
-    session = view_server.session
-    live.evaluate(
-        f"""() => {{ const d = ({HEAT})('live-heat').heatData; d.count = 10; d.tokens.length = d.ids.length = 10;
-            d.values.fill(0); }}"""
-    )
-    live.click("#changed")  # a sign of life: from 44, nothing in it
-    live.wait_for_function(f"({HEAT})('live-heat').heatData.count === 44")
-    np.testing.assert_array_equal(held(live)[..., 10:], session.trace.norms[list(POINT_ROWS)][..., 10:])
+def test_rows_that_were_missed_are_fetched(view_tab, view_server, monkeypatch):
+    """An update that begins behind what the canvas holds, as after a merged one or in a tab opened late."""
+    page = view_tab()
+    for name, value in {"begin": 200, "tokens": 20, "late": True}.items():
+        monkeypatch.setattr(view_server.source, name, value)
+    page.click("#stream")
+    page.wait_for_function(f"({HEAT})('live-heat').heatData.count === 220")
+    norms = np.random.default_rng(0).lognormal(4, 1, (5, 30, 220)).astype(np.float32)
+    np.testing.assert_array_equal(held(page), norms[list(POINT_ROWS)])
 
 
 def stream(page, server, begin: int, tokens: int) -> tuple[float, list[int]]:

@@ -146,6 +146,7 @@ def test_new_rename_find_and_delete(tab):
     tab.page.wait_for_function("document.querySelector('#conversation input').value === 'Capitals <b>'")
     tab.page.click("#new")
     tab.page.wait_for_selector("#chat .bot", state="detached")
+    assert tab.page.input_value("#max-tokens input") == "10"  # the settings hold for the new conversation too
     tab.page.click("#conversation input")
     tab.page.get_by_role("option").filter(has_text="Capitals <b>").click()
     tab.page.wait_for_selector("#chat .bot")
@@ -241,6 +242,9 @@ def test_a_checkpoint_is_converted_or_cancelled_and_loaded(tab, demo_gguf, data_
     page.wait_for_function("document.querySelector('#convert-status').innerText.includes('tensors')")
     assert [path.name for path in models.iterdir()] == ["converted"]
     assert page.input_value("#model input") == "converted"
+    page.click("#convert-start")
+    page.wait_for_selector("#convert-status .error")
+    assert "is there already" in page.inner_text("#convert-status")
     page.keyboard.press("Escape")
     page.click("#load")
     page.wait_for_function("document.querySelector('#model-status').innerText.includes('loaded')")
