@@ -209,6 +209,29 @@ def test_the_system_prompt_can_be_changed(chat, tokenizer) -> None:
     assert chat.ids == expected_ids(chat)
 
 
+def test_a_system_prompt_that_is_refused_changes_nothing(model, tokenizer) -> None:
+    template = tokenizer.chat_templates["default"]
+    refusing = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + template
+    chat = Conversation(model, Tokenizer(tokenizer.vocabulary, templates={"default": refusing}))
+    for _ in range(2):  # before the first message, and after it
+        before = chat.messages, chat.ids
+        with pytest.raises(UserError, match="no system role"):
+            chat.system = "Be brief."
+        assert chat.system is None
+        assert (chat.messages, chat.ids) == before
+        say(chat, "One?", "first")
+
+
+def test_setting_the_system_prompt_settles_an_answer_left_half_read(chat, model, tokenizer) -> None:
+    model.replies = [tokenizer.encode("one two three")]
+    left = chat.send("Count!")
+    next(left)
+    chat.system = "Be long."
+    assert list(left) == []
+    assert [m["content"] for m in chat.messages] == ["Be long.", "Count!", "one"]
+    assert chat.ids == expected_ids(chat)
+
+
 def test_nothing_happens_when_a_message_is_refused(chat, model) -> None:
     say(chat, "One?", "first")
     before = chat.messages, chat.ids
@@ -250,6 +273,13 @@ def test_a_full_context_stops_before_anything_is_changed(model, tokenizer) -> No
     chat.undo()
     say(chat, "Short?", "Yes.")
     assert chat.ids == expected_ids(chat)
+
+
+@pytest.mark.parametrize("max_tokens", [None, 1000])
+def test_an_answer_ends_where_the_context_does(model, tokenizer, max_tokens) -> None:
+    chat = Conversation(model, tokenizer, max_context=80)
+    steps = say(chat, "One?", "word " * 100, ends=False, max_tokens=max_tokens)
+    assert (chat.used, steps[-1].finish_reason) == (80, "length")
 
 
 @pytest.mark.parametrize("overflow", ["stop", "roll"])

@@ -1,6 +1,7 @@
 """Model folders: what loads, what it becomes, and what is refused by name."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from tiny_models import ARGS, quantized, random_weights, tiny_args, write_folder
@@ -12,6 +13,7 @@ from mlx_llama3.errors import UserError
 from mlx_llama3.loading import load_model
 
 import mlx.core as mx  # isort: skip
+from mlx.utils import tree_flatten  # isort: skip
 
 TOKENS = mx.array([[1, 2, 3, 4, 5]])
 
@@ -98,6 +100,43 @@ def test_sharded_with_index_and_a_second_set_beside(tmp_path):
     (folder / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(UserError, match="model-00002-of-00002.safetensors: missing"):
         load_model(folder)
+
+
+def test_a_tensor_in_two_files(tmp_path):
+    weights = random_weights(ARGS)
+    folder = write_folder(tmp_path, ARGS, weights)
+    mx.save_safetensors(str(folder / "model-2.safetensors"), {"model.norm.weight": weights["model.norm.weight"]})
+    with pytest.raises(UserError, match="model.norm.weight is in another file of this folder too"):
+        load_model(folder)
+
+
+def test_large_sums_of_float16_are_no_infinity(tmp_path):
+    weights = {name: w.astype(mx.float16) for name, w in random_weights(ARGS).items()}
+    weights["model.embed_tokens.weight"] = mx.full((320, 64), 9, mx.float16)  # a sum of 184,320; float16 ends at 65,504
+    assert load_model(write_folder(tmp_path, ARGS, weights))(TOKENS).shape == (1, 5, 320)
+
+
+def test_weights_are_never_there_twice(tmp_path):
+    args = tiny_args(dim=256, hidden_dim=1024, n_layers=6)
+    folder = write_folder(tmp_path, args)
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    model = load_model(folder)
+    size = sum(w.nbytes for _, w in tree_flatten(model.parameters()))
+    assert size <= mx.get_active_memory() - before < 1.05 * size
+    assert mx.get_peak_memory() - before < 1.5 * size
+
+
+def test_a_model_can_be_used_in_another_thread(tmp_path):
+    """What is not computed yet cannot: it belongs to the thread that made it."""
+    settings = {"bits": 4, "group_size": 32}
+    for folder in (
+        write_folder(tmp_path / "dense", ARGS),
+        write_folder(tmp_path / "packed", ARGS, quantized(random_weights(ARGS)), quantization=settings),
+    ):
+        model = load_model(folder)
+        with ThreadPoolExecutor(1) as thread:
+            assert thread.submit(lambda model=model: model(TOKENS).max().item()).result() > 0
 
 
 def test_rotary_buffers_and_a_stored_tied_head_are_dropped(tmp_path):
