@@ -5,7 +5,7 @@ PYTHON ?=
 ARGS :=
 INSTALL := PYTHON="$(PYTHON)" sh scripts/venv.sh
 
-.PHONY: help chat app test lint test-peers bench bench-convert fuzz clean
+.PHONY: help chat app test lint test-peers bench bench-convert fuzz soak clean
 # The chat needs standard input, which make gives to one job only.
 .NOTPARALLEL:
 
@@ -18,6 +18,7 @@ help:
 	@echo "make bench-convert memory and speed of the converter beside mlx-lm (minutes, 20 GB of disk)"
 	@echo "make fuzz          100,000 damaged files for each reader of checkpoints"
 	@echo "make test-peers    tests beside llama.cpp, which is compiled first (minutes), and torch"
+	@echo "make soak         the long tests of the UI: a stream of 4,000 tokens"
 	@echo "make clean         remove .venv and what tools left behind"
 
 # exec: a shell in between would be killed by the Ctrl-C that only stops an answer.
@@ -45,6 +46,9 @@ bench-convert: .venv/installed-test
 
 fuzz: .venv/installed-test
 	@$(BIN)/python tests/support/fuzz_readers.py $(ARGS)
+
+soak: .venv/installed-test
+	@SOAK=1 $(BIN)/python -m pytest tests/app/ui -k "long_fast_stream" -s $(ARGS)
 
 test-peers: .venv/installed-peers
 	@$(BIN)/python -m pytest -m peers $(ARGS)

@@ -13,19 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from tqdm import tqdm
 
 from convert.blocks import read_blocks
 from convert.lora import with_adapter
 from convert.open_source import open_source
 from convert.plan import Plan, Step, make_plan
+from convert.progress import Progress
 from convert.recipe import Recipe
 from convert.report import Report, describe_packing, model_card
 from convert.safetensors_writer import SafetensorsWriter
 from convert.source import Source
-from convert.staging import check_target, staged_folder
+from convert.staging import check_disk, check_target, staged_folder
 from convert.stored import Checksum
-from mlx_llama3.errors import UserError
 
 # Buffers of dropped blocks that MLX may keep for the next ones.
 _CACHE_BYTES = 256 << 20
@@ -74,7 +73,7 @@ def convert(
     if adapter is not None:
         opened = with_adapter(opened, Path(adapter))
     plan = make_plan(opened, dtype=dtype, recipe=recipe, dequantize=dequantize)
-    _check_disk(plan, target)
+    check_disk(target, plan.nbytes + _SPARE_BYTES)
     notes = [*opened.notes, *_left_dense(plan, recipe)]
     with staged_folder(target, overwrite=overwrite) as folder:
         checksums = _write_tensors(plan, folder, progress, on_progress)
@@ -94,28 +93,19 @@ def convert(
     )
 
 
-def _check_disk(plan: Plan, target: Path) -> None:
-    place = next(folder for folder in target.absolute().parents if folder.exists())
-    free, needed = shutil.disk_usage(place).free, plan.nbytes + _SPARE_BYTES
-    if free < needed:
-        raise UserError(f"{target}: needs {needed / 1e9:.2f} GB, but the disk has {free / 1e9:.2f} GB free; make room")
-
-
 def _write_tensors(
     plan: Plan, folder: Path, progress: bool, on_progress: Callable[[int, int], None] | None = None
 ) -> int:
     """Write all tensors; returns how many checksums of the source were verified."""
     writer = SafetensorsWriter(folder, plan.entries)
-    bar = tqdm(
-        total=writer.nbytes, unit="B", unit_scale=True, desc="convert", disable=None if progress else True, leave=False
-    )
+    bar = Progress(writer.nbytes, len(plan.steps), shown=progress)
     verified: set[tuple[Path, int]] = set()
-    numbers = {step.tensor.name: f"tensor {n}/{len(plan.steps)}" for n, step in enumerate(plan.steps, 1)}
+    numbers = {step.tensor.name: n for n, step in enumerate(plan.steps, 1)}
     written = 0
     try:
         with _small_cache(), bar:
             for block in read_blocks(_with_checksums(plan.steps, verified)):
-                bar.set_postfix_str(numbers[block.step.tensor.name], refresh=False)
+                bar.begin(numbers[block.step.tensor.name])
                 for entry, array in zip(block.step.entries, block.arrays, strict=True):
                     writer.write(entry.name, block.start, array)
                     bar.update(array.nbytes)

@@ -50,16 +50,16 @@ def find_source(
         return path
     wanted = ALIASES.get(name, name)
     match = _IN_REPOSITORY.fullmatch(wanted)
-    # A path with a slip of the pen is not looked up on the hub.
-    if name.startswith(".") or (match and Path(match["repository"]).is_dir()):
-        raise UserError(f"{name}: no such file or folder")
-    if match:
+    # What looks like a path is never looked up on the hub.
+    if match and not name.startswith(".") and not Path(match["repository"]).is_dir():
         repository, revision, part = match["repository"], match["revision"], match["part"]
-    elif HUB_ID.fullmatch(wanted) and not MODEL_FILE.search(wanted):
+    elif HUB_ID.fullmatch(wanted) and not name.startswith(".") and not MODEL_FILE.search(wanted):
         repository, _, revision = wanted.partition("@")
         part = None
+    elif "/" in name or MODEL_FILE.search(name):
+        raise UserError(f"{name}: no such file or folder")
     else:
-        return resolve(name)  # which says what is wrong with it
+        return resolve(name)  # which tells the names that are known
     commit, names = list_files(repository, revision or None)
     files, place = _choose(f"{repository}@{revision}" if revision else repository, names, part)
     return download(repository, commit, files, on_progress, progress=progress) / place

@@ -199,15 +199,21 @@ def _preamble(cursor: _Cursor) -> tuple[int, int]:
     return n_tensors, n_metadata
 
 
-def _metadata(cursor: _Cursor, count: int) -> Iterator[tuple[str, Any]]:
+def _names(cursor: _Cursor, what: str, count: int) -> Iterator[str]:
+    """The names that begin `count` entries, each a new one; the caller reads the rest of an entry before the next."""
     seen = set()
     for index in range(count):
-        cursor.item = f"metadata entry {index}"
-        key = cursor.name()
-        cursor.item = f"metadata key {key!r}"
-        if key in seen:
+        cursor.item = f"{what} number {index}"
+        name = cursor.name()
+        cursor.item = f"{what} {name!r}"
+        if name in seen:
             cursor.fail("stands twice; the file is damaged, download it again")
-        seen.add(key)
+        seen.add(name)
+        yield name
+
+
+def _metadata(cursor: _Cursor, count: int) -> Iterator[tuple[str, Any]]:
+    for key in _names(cursor, "metadata key", count):
         yield key, _value(cursor, cursor.scalar(_U32), MAX_NESTING)
 
 
@@ -237,14 +243,7 @@ def _array_of(cursor: _Cursor, type_number: int, count: int, nesting: int) -> li
 
 def _tensors(cursor: _Cursor, count: int) -> Iterator[GGUFTensor]:
     """Directory entries in the file's order; `offset` still counts from the start of the data section."""
-    seen = set()
-    for index in range(count):
-        cursor.item = f"tensor {index}"
-        name = cursor.name()
-        cursor.item = f"tensor {name!r}"
-        if name in seen:
-            cursor.fail("stands twice; the file is damaged, download it again")
-        seen.add(name)
+    for name in _names(cursor, "tensor", count):
         n_dimensions = cursor.scalar(_U32)
         if not 1 <= n_dimensions <= MAX_DIMENSIONS:
             cursor.fail(f"{n_dimensions} dimensions, expected 1 to {MAX_DIMENSIONS}; the file is damaged")

@@ -50,6 +50,8 @@ def open_meta(folder: Path, *, rope_factor: float | None = None) -> Source:
     args = from_meta(
         params, source=str(folder / "params.json"), rope_factor=rope_factor, vocab_size=_vocabulary(files, shards)
     )
+    if rope_factor is not None and args.rope_scaling is None:
+        raise UserError(f"{folder / 'params.json'}: says nothing of use_scaled_rope, so --rope-factor has no use here")
     args = dataclasses.replace(args, tie_word_embeddings=_is_tied(shards))
     tensors = _source_tensors(args, files, shards)
     tokenizer = _Tokenizer(folder, args, llama3_version(params))

@@ -62,6 +62,14 @@ def disk_full_told(target: Path) -> Iterator[None]:
         raise UserError(f"{target}: the disk is full; make room, or choose a target on another disk") from error
 
 
+def check_disk(target: Path, needed: int) -> None:
+    """UserError if the disk on which `target` will lie has less than `needed` bytes free."""
+    place = next(folder for folder in target.absolute().parents if folder.exists())
+    free = shutil.disk_usage(place).free
+    if free < needed:
+        raise UserError(f"{target}: needs {needed / 1e9:.2f} GB, but the disk has {free / 1e9:.2f} GB free; make room")
+
+
 def check_target(target: Path, *, overwrite: bool) -> None:
     """UserError if `target` exists and may not, or must not, be replaced."""
     if not target.exists() and not target.is_symlink():

@@ -1,7 +1,6 @@
 """Any checkpoint to one GGUF file that llama.cpp loads: F16, Q8_0 or Q4_1, streamed in blocks of rows."""
 
 import math
-import shutil
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +11,6 @@ from tempfile import TemporaryDirectory
 
 import mlx.core as mx
 import numpy as np
-from tqdm import tqdm
 
 from convert.gguf_config import ROPE_FACTORS
 from convert.gguf_metadata import model_metadata, tokenizer_metadata
@@ -23,8 +21,10 @@ from convert.gguf_types import LAYOUTS
 from convert.gguf_writer import Output, file_size, write_gguf
 from convert.lora import with_adapter
 from convert.open_source import open_source
+from convert.progress import Progress
 from convert.source import Source, SourceTensor
 from convert.staged_file import staged_file
+from convert.staging import check_disk
 from mlx_llama3.config import ModelArgs, read_json
 from mlx_llama3.errors import UserError
 from mlx_llama3.names import hf_to_gguf
@@ -143,23 +143,15 @@ def write_model(
         factors = rope_factors(source.args)
         outputs.append(Output(ROPE_FACTORS, factors.shape, "F32", lambda: iter([factors.view(np.uint8)])))
     size = file_size(metadata, outputs)
-    with staged_file(target, overwrite=overwrite) as file:
-        _check_disk(target, size)
-        bar = tqdm(
-            total=size, unit="B", unit_scale=True, desc="convert", disable=None if progress else True, leave=False
-        )
-        with bar:
-            write_gguf(file, metadata, [replace(output, blocks=partial(_counted, output, bar)) for output in outputs])
+    check_disk(target, size)
+    with staged_file(target, overwrite=overwrite) as file, Progress(size, len(outputs), shown=progress) as bar:
+        counted = [replace(output, blocks=partial(_counted, output, bar, n)) for n, output in enumerate(outputs, 1)]
+        write_gguf(file, metadata, counted)
     return Counter(output.type for output in outputs)
 
 
-def _check_disk(target: Path, needed: int) -> None:
-    free = shutil.disk_usage(target.parent).free
-    if free < needed:
-        raise UserError(f"{target}: needs {needed / 1e9:.2f} GB, but the disk has {free / 1e9:.2f} GB free; make room")
-
-
-def _counted(output: Output, bar: tqdm) -> Iterator[np.ndarray]:
+def _counted(output: Output, bar: Progress, number: int) -> Iterator[np.ndarray]:
+    bar.begin(number)
     for block in output.blocks():
         yield block
         bar.update(block.nbytes)

@@ -115,6 +115,7 @@ class Conversation:
         self._settle()
         before, self._system = self._system, text
         try:
+            self._prompt([], "?")  # a template may take no system prompt, which the next message would tell too late
             self._turns = self._from_start(self._turns)
         except UserError:
             self._system = before
@@ -260,7 +261,6 @@ class Conversation:
                 turn.text += step.text
                 yield step
         finally:
-            steps.close()
             self._cache.record(context + tokens)
             turn.reply = self._content(tokens, turn.text)
             if turn.text.strip():

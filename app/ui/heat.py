@@ -60,7 +60,7 @@ def heat_map(
     hide_first: bool | None = True,
     follow: bool = True,
     group: str = "",
-    height: int = 420,
+    height: str = "clamp(300px, 100dvh - 410px, 900px)",
     empty: str = "",
     file: str = "heat",
     **settings: Any,
@@ -78,7 +78,7 @@ def heat_map(
         log, hide_first: how it begins; hide_first None: the first column is like all others.
         follow: keep the newest column in view until the person scrolls back.
         group: those of one group scroll and zoom together.
-        height: of the picture, in pixels.
+        height: of the picture, in CSS.
         empty: stands there as long as there are no values.
         file: the name of a picture that is saved, without its ending.
         **settings: of `gr.HTML`.
@@ -101,7 +101,7 @@ def heat_map(
     }
     return gr.HTML(
         html_template=_TEMPLATE,
-        css_template=f"--heat-height: {height}px;\n" + _beside("heat.css"),
+        css_template=f"--heat-height: {height};\n" + _beside("heat.css"),
         # In the script and not a property: an update of a component that is hidden loses all properties.
         js_on_load=f"const config = {json.dumps(config)};\n{_script()}",
         apply_default_css=False,

@@ -3,12 +3,12 @@
 from collections.abc import Iterable
 from html import escape
 
-_SEEN = str.maketrans({" ": "·", "\n": "⏎", "\t": "⇥"})
+_SEEN = {" ": "·", "\n": "⏎", "\t": "⇥"}
 
 
 def token(piece: str, most: int = 14) -> str:
-    """A token's text with its white space seen, escaped and cut to `most` characters."""
-    text = piece.translate(_SEEN)
+    """A token's text with its white space and unprintable characters seen, escaped and cut to `most` characters."""
+    text = "".join(_SEEN.get(c, c if c.isprintable() else ascii(c)[1:-1]) for c in piece) or "∅"
     text = text if len(text) <= most else text[: most - 1] + "…"
     return f'<code class="token">{escape(text)}</code>'
 

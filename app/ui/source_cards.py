@@ -197,7 +197,12 @@ CARDS = (
         "wo",
     ),
     Card(
-        "h", "h", "attention", "the stream between the two branches", lambda s: s.assigned(_BLOCK, _CALL, "h"), _stream
+        "h",
+        "h = x + Δattn",
+        "attention",
+        "the stream between the two branches",
+        lambda s: s.assigned(_BLOCK, _CALL, "h"),
+        _stream,
     ),
     Card(
         "ffn_norm",

@@ -27,7 +27,7 @@ minus the second**, position by position, as far as both go. Where the tokens di
 logits and attention if you ask for them; *Open a file* takes it in.
 """
 _CURRENT = "current"
-_STILL: dict[str, Any] = {"follow": False, "group": "traces", "height": 230, "visible": False}
+_STILL: dict[str, Any] = {"follow": False, "group": "traces", "height": "230px", "visible": False}
 _FORMATS = ("csv", "json", "safetensors")
 
 
@@ -94,7 +94,7 @@ class _Draw:
     def save(self, session_id: str, name: str) -> list[Any]:
         """Keep the trace of the conversation as it is now."""
         session = self.selection.services.need_session(session_id)
-        kept = told(self.selection.services, trace_files.save, session.trace, name or "")
+        kept = told(self.selection.services, trace_files.save, session.trace, name or session.title)
         return [*_dropdowns(kept, None), ""]
 
     def take_in(self, file: str) -> list[Any]:

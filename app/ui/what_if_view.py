@@ -127,9 +127,9 @@ def _result(session: Session, change: Change, edits: list[str]) -> str:
     before = max(change.tokens, key=lambda row: row[2])
     after = max(change.tokens, key=lambda row: row[3])
     if before[0] == after[0]:
-        what = f"The best next token stays {markup.token(before[1], 30)}"
+        what = f"the best next token stays {markup.token(before[1], 30)}"
     else:
-        what = f"The best next token turns from {markup.token(before[1], 30)} to {markup.token(after[1], 30)}"
+        what = f"the best next token turns from {markup.token(before[1], 30)} to {markup.token(after[1], 30)}"
     piece = markup.token(session.trace.pieces[change.position], 30)
     rows = []
     for token, text, p, q in change.tokens:
@@ -141,7 +141,7 @@ def _result(session: Session, change: Change, edits: list[str]) -> str:
         rows.append(f"<tr data-token='{token}'><td>{name}</td>{''.join(bars)}</tr>")
     table = markup.table(["token", "before", "", "after", ""], rows, label="Next tokens before and after")
     return (
-        f"<div class='what-if-said'><b>{what}</b>, after token {change.position} {piece}. "
+        f"<div class='what-if-said'>After token {change.position} {piece} <b>{what}</b>. "
         f"{markup.percent(change.moved)} of the probability moves; "
         f"KL divergence <span data-figure='kl'>{markup.number(change.kl)}</span> nats.</div>"
         f"<div class='view-scroll'>{table}</div>"

@@ -14,6 +14,7 @@ from mlx_llama3.trace.position import Position
 
 # After which branch a state is read, in the order of the axis.
 AFTER = ("attention", "mlp")
+LAYERS_AT_A_TIME = 8
 
 
 @dataclass(frozen=True)
@@ -33,15 +34,15 @@ class Lens:
 
 def logit_lens(position: Position, target: int, *, k: int = 5) -> Lens:
     """The lens at every layer of `position`, and where the token `target` stands in it."""
-    rows = []
-    for mid, post in zip(position.states["resid_mid"], position.states["resid_post"], strict=True):
-        logprobs = log_softmax(
-            position.model.head(mx.stack([mid, post]))
-        )  # (2, vocab): a layer at a time bounds memory
-        chosen = logprobs[:, target : target + 1]
+    both = mx.stack([position.states["resid_mid"], position.states["resid_post"]], axis=1)  # (n_layers, 2, dim)
+    parts = []
+    # Several layers share a read of the head's matrix; not all of them, for each takes two rows of the vocabulary.
+    for start in range(0, both.shape[0], LAYERS_AT_A_TIME):
+        logprobs = log_softmax(position.model.head(both[start : start + LAYERS_AT_A_TIME]))  # (layers, 2, vocab)
+        chosen = logprobs[..., target : target + 1]
         rank = (logprobs > chosen).sum(-1)
         entropy = -(mx.exp(logprobs) * mx.maximum(logprobs, -1e4)).sum(-1)
-        row = (*top_logprobs(logprobs, k), rank, chosen[:, 0], entropy)
-        mx.eval(row)
-        rows.append([np.array(part) for part in row])
-    return Lens(*(np.stack(column) for column in zip(*rows, strict=True)))
+        part = (*top_logprobs(logprobs, k), rank, chosen[..., 0], entropy)
+        mx.eval(part)
+        parts.append([np.array(each) for each in part])
+    return Lens(*(np.concatenate(column) for column in zip(*parts, strict=True)))

@@ -33,6 +33,8 @@ class Trace:
     norms: np.ndarray
     extra: dict[str, np.ndarray] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
+    # `norms` with room behind it, so that a token costs its own column. What was handed out is never written to.
+    _buffer: np.ndarray | None = field(default=None, init=False, repr=False, compare=False)
 
     @classmethod
     def empty(cls, model: str, n_layers: int, settings: dict[str, Any] | None = None) -> "Trace":
@@ -45,12 +47,18 @@ class Trace:
         """Append positions: their ids, texts and norms `(5, L, len(tokens))`."""
         self.tokens = np.append(self.tokens, np.array(tokens, np.int32))
         self.pieces = [*self.pieces, *pieces]
-        self.norms = np.concatenate([self.norms, norms], axis=-1)
+        start, end = self.norms.shape[-1], self.norms.shape[-1] + norms.shape[-1]
+        if self._buffer is None or end > self._buffer.shape[-1]:
+            self._buffer = np.empty((*self.norms.shape[:2], max(256, 2 * end)), np.float32)
+            self._buffer[..., :start] = self.norms
+        self._buffer[..., start:end] = norms
+        self.norms = self._buffer[..., :end]
 
     def cut(self, length: int) -> None:
         """Forget positions from `length` on, as a conversation does when it is edited."""
         self.tokens, self.pieces, self.norms = self.tokens[:length], self.pieces[:length], self.norms[..., :length]
         self.extra = {}
+        self._buffer = None
 
     def norm(self, point: str) -> np.ndarray:
         """Float32 `(L, T)` of one of `POINTS`."""
@@ -69,8 +77,8 @@ class Trace:
         try:
             save_file({name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}, whole, metadata)
             whole.replace(path)
-        except OSError as error:
-            raise UserError(f"{path}: cannot be written: {error.strerror}") from None
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{path}: cannot be written: {error}") from None
         finally:
             whole.unlink(missing_ok=True)
 

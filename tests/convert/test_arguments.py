@@ -13,6 +13,7 @@ import mlx.core as mx
 import pexpect
 import pytest
 from meta_checkpoint import PARAMS, write_meta, write_tokenizer_model
+from tiny_gguf import write_tiny
 from tiny_models import ARGS, random_weights, write_folder
 
 from app import cli
@@ -61,16 +62,19 @@ def test_report_on_standard_output_and_nothing_else_in_a_pipe(folder, tmp_path):
     assert note == "note: no tokenizer.json in the source: the new folder runs, but not on text"
 
 
-def test_progress_on_a_terminal(folder, tmp_path):
-    command = ["-m", "convert", str(folder), str(tmp_path / "out")]
+@pytest.mark.parametrize("to", ["mlx", "gguf"])
+def test_progress_on_a_terminal(tmp_path, to):
+    write_tiny(tmp_path / "in.gguf")
+    command = ["-m", "convert", str(tmp_path / "in.gguf"), str(tmp_path / "out"), "--to", to]
     # Drawn at each change, since this is over sooner than the next drawing.
     environment = os.environ | {"TQDM_MININTERVAL": "0"}
     child = pexpect.spawn(sys.executable, command, env=environment, dimensions=(24, 120), timeout=60)
     child.expect(pexpect.EOF)
     shown = child.before.decode()
     # Share, bytes of all bytes, time left, bytes a second, tensor of all tensors.
-    assert re.search(r"convert: +\d+%\|.*\| \S+k?/\d+k \[\d\d:\d\d<(\?|\d\d:\d\d), .*B/s, tensor \d+/30\]", shown)
-    assert shown.rstrip().splitlines()[-1].startswith("note: ")
+    bar = r"convert: +\d+%\|.*\| \S+M?/\S+M \[\d\d:\d\d<\d\d:\d\d, .*B/s, tensor \d+/20\]"
+    assert re.search(bar, shown), shown
+    assert "MB/s" in shown.rstrip().splitlines()[-1], "the report, without a bar behind it"
 
 
 def test_control_c(folder, tmp_path, monkeypatch):

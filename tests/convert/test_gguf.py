@@ -6,15 +6,14 @@ import gguf
 import mlx.core as mx
 import numpy as np
 import pytest
-from gguf_builder import Entry, encoded, gguf_bytes, to_interleaved
-from tiny_gguf import ARGS, entries, metadata, random_weights, write_tiny
+from gguf_builder import Entry, encoded, gguf_bytes
+from tiny_gguf import ARGS, LAST_Q, entries, metadata, random_weights, write_k_quants, write_tiny
 
 from convert.gguf import open_gguf
-from convert.gguf_types import LAYOUTS, TYPE_NUMBERS
 from mlx_llama3.checkpoint import Quantization
 from mlx_llama3.errors import UserError
 
-Q_PROJ, K_PROJ = (f"model.layers.1.self_attn.{name}_proj.weight" for name in "qk")
+K_PROJ = "model.layers.1.self_attn.k_proj.weight"
 
 
 @pytest.fixture
@@ -45,7 +44,7 @@ def test_names_order_and_values(path):
         np.testing.assert_array_equal(whole(tensor), values)
 
 
-@pytest.mark.parametrize("name", [Q_PROJ, K_PROJ, "model.embed_tokens.weight", "model.norm.weight"])
+@pytest.mark.parametrize("name", [LAST_Q, K_PROJ, "model.embed_tokens.weight", "model.norm.weight"])
 @pytest.mark.parametrize(("start", "stop"), [(0, 1), (1, 64), (63, 65), (5, 128), (100, 128)])
 def test_any_range_of_rows(path, name, start, stop):
     weights = write_tiny(path)
@@ -56,9 +55,9 @@ def test_any_range_of_rows(path, name, start, stop):
 @pytest.mark.parametrize(("type_name", "dtype"), [("F16", mx.float16), ("BF16", mx.bfloat16)])
 def test_16_bit_types_stay_what_they_are(path, type_name, dtype):
     weights = write_tiny(path, type_name)
-    tensor = open_gguf(path).tensors[Q_PROJ]
+    tensor = open_gguf(path).tensors[LAST_Q]
     assert tensor.dtype == dtype == tensor.rows(0, 3).dtype
-    expected = np.array(mx.array(weights[Q_PROJ]).astype(dtype).astype(mx.float32))
+    expected = np.array(mx.array(weights[LAST_Q]).astype(dtype).astype(mx.float32))
     np.testing.assert_array_equal(whole(tensor), expected)
 
 
@@ -82,33 +81,11 @@ def test_packed_types_are_kept_exactly(path, type_name, bits):
         assert tensor.quantized_rows(0, 1).scales.dtype == mx.float16
 
 
-def random_blocks(shape: tuple[int, int], type_name: str) -> np.ndarray:
-    """Stored rows, uint8 (rows, row bytes), of a type that the gguf package cannot write."""
-    layout, rng = LAYOUTS[type_name], np.random.default_rng(1)
-    raw = rng.integers(0, 256, (shape[0], shape[1] // layout.values * layout.n_bytes), dtype=np.uint8)
-    blocks = raw.reshape(-1).view(layout.fields)
-    for field in {"d", "dmin"} & set(layout.fields.names):
-        blocks[field] = rng.uniform(0.5, 1.5, blocks.size) * 1e-4
-    return raw
-
-
-def write_k_quants(path, type_name: str) -> np.ndarray:
-    """A model whose last q_proj is of `type_name`; returns that matrix, dequantized by the gguf package."""
-    weights = random_weights()
-    raw = random_blocks(weights[Q_PROJ].shape, type_name)
-    stored = Entry("blk.1.attn_q.weight", weights[Q_PROJ].shape, TYPE_NUMBERS[type_name], raw.tobytes())
-    path.write_bytes(gguf_bytes(metadata(), [e if e.name != stored.name else stored for e in entries(weights)]))
-    values = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[type_name])
-    # From GGUF's row order to Hugging Face's: the inverse of `to_interleaved`.
-    order = np.argsort(to_interleaved(np.arange(len(values))[:, None], ARGS.n_heads)[:, 0])
-    return values[order]
-
-
 @pytest.mark.parametrize(("type_name", "bits"), [("Q4_K", 4), ("Q5_K", 5)])
 def test_k_quants_with_groups_of_32(path, type_name, bits):
     expected = write_k_quants(path, type_name)
     source = open_gguf(path, exact_scales=True)
-    tensor = source.tensors[Q_PROJ]
+    tensor = source.tensors[LAST_Q]
     assert tensor.quantization == Quantization(bits=bits, group_size=32)
     assert tensor.quantized_rows(0, 1).scales.dtype == mx.float32
     np.testing.assert_array_equal(unpacked(tensor, 0, 256), expected)
@@ -116,7 +93,7 @@ def test_k_quants_with_groups_of_32(path, type_name, bits):
     assert source.notes == []
 
     source = open_gguf(path)
-    tensor = source.tensors[Q_PROJ]
+    tensor = source.tensors[LAST_Q]
     assert tensor.quantized_rows(0, 1).scales.dtype == mx.float16
     rounded = unpacked(tensor, 0, 256)
     error = np.sqrt(np.mean((rounded - expected) ** 2) / np.mean(expected**2))
@@ -133,7 +110,7 @@ def test_k_quants_with_groups_of_32(path, type_name, bits):
 def test_k_quants_with_groups_of_16_are_packed_anew(path, type_name):
     expected = write_k_quants(path, type_name)
     source = open_gguf(path)
-    tensor = source.tensors[Q_PROJ]
+    tensor = source.tensors[LAST_Q]
     np.testing.assert_array_equal(whole(tensor), expected)
     assert tensor.quantization == Quantization(bits=8, group_size=32)
     half_scales = np.repeat(np.array(tensor.quantized_rows(3, 70).scales.astype(mx.float32)), 32, axis=-1) / 2

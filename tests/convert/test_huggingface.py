@@ -252,6 +252,17 @@ def test_what_the_path_holds_is_named(tmp_path):
     assert "weights are there, but no config.json" in refused(tmp_path / "c")
 
 
+def test_options_of_other_kinds_of_checkpoints(tmp_path):
+    folder, meta = write_folder(tmp_path / "a", ARGS), write_meta(tmp_path / "b")
+    for options, source in (
+        ({"rope_factor": 8.0}, folder),
+        ({"exact_scales": True}, folder),
+        ({"exact_scales": True}, meta),
+    ):
+        with pytest.raises(UserError, match="--(rope-factor|exact-scales) is for .*; .*leave it out"):
+            open_source(source, **options)
+
+
 def test_folder_that_holds_only_original(tmp_path):
     write_meta(tmp_path / "original")
     (tmp_path / "config.json").write_text(json.dumps(to_hf(ARGS)))

@@ -8,7 +8,7 @@ import pytest
 from gguf_builder import TOKENS
 from meta_checkpoint import PARAMS, write_meta, write_tokenizer_model
 from mlx_lm.utils import load_model as peer_load_model
-from tiny_gguf import write_tiny
+from tiny_gguf import write_k_quants, write_tiny
 from tiny_models import random_weights, tiny_args, write_folder
 
 from convert.convert import convert
@@ -69,7 +69,8 @@ GGUF_TYPES = ["F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3
 @pytest.mark.parametrize("type_name", GGUF_TYPES)
 @pytest.mark.parametrize("options", [{}, {"exact_scales": True}, {"dequantize": True}], ids=["", "exact", "dense"])
 def test_ggufs(tmp_path, type_name, options):
-    write_tiny(tmp_path / "in.gguf", type_name=type_name)
+    write = write_k_quants if type_name.endswith("_K") else write_tiny
+    write(tmp_path / "in.gguf", type_name)
     convert(tmp_path / "in.gguf", tmp_path / "out", progress=False, **options)
     same_as_peer(tmp_path / "out")
     _, tokenizer = mlx_lm.load(str(tmp_path / "out"), lazy=True)

@@ -145,6 +145,13 @@ def test_rope_factor(tmp_path):
     write_meta(tmp_path, use_scaled_rope=True)
     assert open_meta(tmp_path).args.rope_scaling.factor == 8
     assert open_meta(tmp_path, rope_factor=32).args.rope_scaling.factor == 32
+    with pytest.raises(UserError, match="factor"):
+        open_meta(tmp_path, rope_factor=-3)
+    write_meta(tmp_path / "3.0")
+    with pytest.raises(
+        UserError, match="3.0/params.json: says nothing of use_scaled_rope, so --rope-factor has no use"
+    ):
+        open_meta(tmp_path / "3.0", rope_factor=8)
 
 
 @pytest.mark.parametrize("scaled, ends", [(False, [301, 309]), (True, [301, 308, 309])])

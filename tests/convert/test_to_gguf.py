@@ -1,6 +1,7 @@
 """Checkpoints to GGUF and back: read with our reader, with the gguf package's, and compared with what llama.cpp ran."""
 
 import json
+import shutil
 
 import gguf
 import llama_cpp_record
@@ -214,6 +215,14 @@ def test_values_that_float16_cannot_hold(tmp_path, target):
             with pytest.raises(UserError, match="up_proj.weight: holds values that are not finite, or too large"):
                 write_model(source, VOCABULARY, target, type_name=type_name, progress=False)
             assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+def test_disk_that_is_too_small(tmp_path, target, monkeypatch):
+    write_tiny(tmp_path / "in.gguf")
+    usage = shutil.disk_usage(tmp_path)._replace(free=1 << 20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    refused("out.gguf: needs 0.00 GB, but the disk has 0.00 GB free; make room", tmp_path / "in.gguf", target)
+    assert [path.name for path in tmp_path.iterdir()] == ["in.gguf"]
 
 
 def test_more_tokens_than_rows(tmp_path, target):

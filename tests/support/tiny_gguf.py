@@ -4,9 +4,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 from gguf_builder import TOKENIZER, TOKENS, Entry, encoded, gguf_bytes, to_interleaved
 
+from convert.gguf_types import LAYOUTS, TYPE_NUMBERS
 from mlx_llama3.config import ModelArgs
 from mlx_llama3.names import hf_to_gguf
 from mlx_llama3.shapes import expected_shapes
@@ -15,6 +17,9 @@ ARGS = ModelArgs(
     dim=256, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=64, hidden_dim=512, vocab_size=len(TOKENS), norm_eps=1e-5,
     rope_theta=500000.0, max_seq_len=8192, tie_word_embeddings=True,
 )  # fmt: skip
+
+# The matrix that `write_k_quants` is about.
+LAST_Q = "model.layers.1.self_attn.q_proj.weight"
 
 
 def metadata(args: ModelArgs = ARGS) -> dict[str, Any]:
@@ -57,3 +62,25 @@ def write_tiny(path: Path, type_name: str = "F32", args: ModelArgs = ARGS) -> di
     weights = random_weights(args)
     path.write_bytes(gguf_bytes(metadata(args), entries(weights, args, type_name)))
     return weights
+
+
+def _random_blocks(shape: tuple[int, int], type_name: str) -> np.ndarray:
+    """Stored rows, uint8 (rows, row bytes), of a type that the gguf package cannot write."""
+    layout, rng = LAYOUTS[type_name], np.random.default_rng(1)
+    raw = rng.integers(0, 256, (shape[0], shape[1] // layout.values * layout.n_bytes), dtype=np.uint8)
+    blocks = raw.reshape(-1).view(layout.fields)
+    for field in {"d", "dmin"} & set(layout.fields.names):
+        blocks[field] = rng.uniform(0.5, 1.5, blocks.size) * 1e-4
+    return raw
+
+
+def write_k_quants(path: Path, type_name: str) -> np.ndarray:
+    """A model of which `LAST_Q` alone is of `type_name`; returns that matrix, dequantized by the gguf package."""
+    weights = random_weights()
+    raw = _random_blocks(weights[LAST_Q].shape, type_name)
+    stored = Entry("blk.1.attn_q.weight", weights[LAST_Q].shape, TYPE_NUMBERS[type_name], raw.tobytes())
+    path.write_bytes(gguf_bytes(metadata(), [e if e.name != stored.name else stored for e in entries(weights)]))
+    values = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[type_name])
+    # From GGUF's row order to Hugging Face's: the inverse of `to_interleaved`.
+    order = np.argsort(to_interleaved(np.arange(len(values))[:, None], ARGS.n_heads)[:, 0])
+    return values[order]

@@ -192,7 +192,7 @@ def test_a_long_fast_stream_is_shown_as_it_comes_and_memory_stays(view_tab, view
     assert values.shape == (3, 30, 4000)
     norms = np.random.default_rng(0).lognormal(4, 1, (5, 30, begin + tokens)).astype(np.float32)
     np.testing.assert_array_equal(values, norms[list(POINT_ROWS)])
-    assert rate >= 10 or os.getloadavg()[0] > 4  # a busy machine is measured by `make soak`
+    assert rate >= (10 if "SOAK" in os.environ else 6)  # in a run of all tests the machine may be busy with others
     assert heaps[-1] - heaps[0] < 8e6
     at_the_end = page.evaluate(
         "(() => { const s = document.querySelector('#live-heat .heat-scroll');"
