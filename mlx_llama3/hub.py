@@ -102,7 +102,7 @@ def local_path(name: str) -> Path | None:
         path = Path(name).expanduser()
         return path if path.exists() else None
     except (OSError, RuntimeError) as error:  # too long, closed to us, a home that nobody has
-        raise UserError(f"{name:.100}: no folder can be found by this name: {error!s:.100}") from error
+        raise UserError(f"{name:.100}: there can be no such folder: {getattr(error, 'strerror', error)}") from error
 
 
 def list_files(repository: str, revision: str | None) -> tuple[str, list[str]]:

@@ -92,6 +92,7 @@ class _Assembly:
             block.ffn_norm.weight = self._vector(f"layers.{i}.ffn_norm")
             block.feed_forward.w13 = PackedLinear([self._matrix(f"{feed_forward}.{w}") for w in ("w1", "w3")])
             block.feed_forward.w2 = self._matrix(f"{feed_forward}.w2")
+            mx.eval(block.parameters())  # what a layer was packed from is freed before the next
         return model
 
     def _take(self, key: str) -> mx.array:

@@ -11,7 +11,7 @@ const data = { trace: null, model: "", rows: 0, count: 0, shown: 0, values: new 
 data.at = (point, row, column) => data.values[(column * P + point) * data.rows + row];
 Object.defineProperty(data, "size", { get: () => P * data.rows }); // values of one token
 const view = { point: 0, log: config.log, perRow: false, hideFirst: Boolean(config.hideFirst), width: 12, follow: config.follow };
-let selected = null, wanted, triggering = null, hovered = null, pulling = false, dirty = false, drawn = 0, ranges = null;
+let selected = null, wanted, triggering = null, hovered = null, pulling = false, again = false, dirty = false, drawn = 0, ranges = null;
 element.heatData = data;
 element.heatView = view;
 

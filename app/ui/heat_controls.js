@@ -72,7 +72,9 @@ function savePng() {
 find("empty").textContent = config.empty;
 controls();
 new ResizeObserver(redraw).observe(scroller);
-new MutationObserver(redraw).observe(document.body, { attributes: true, attributeFilter: ["class"] });
+new MutationObserver((_, observer) => (element.isConnected ? redraw() : observer.disconnect())).observe(document.body, {
+  attributes: true, attributeFilter: ["class"], // light or dark
+});
 watch("value", () => receive(props.value));
 receive(props.value);
 redraw();

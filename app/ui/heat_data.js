@@ -13,13 +13,21 @@ function receive(value) {
 
 // The canvas has missed something (a merged update, a tab opened late): it asks for the rest.
 async function pull() {
-  if (pulling || !server.heat_rows) return;
+  if (pulling) {
+    again = true;
+    return;
+  }
   pulling = true;
   try {
     const value = await server.heat_rows({ trace: data.trace, from: data.count });
-    if (value && value.from <= data.count) receive(value);
+    // Meanwhile another trace may have begun.
+    if (value && value.trace === data.trace && value.from <= data.count) receive(value);
   } finally {
     pulling = false;
+    if (again) {
+      again = false;
+      pull();
+    }
   }
 }
 

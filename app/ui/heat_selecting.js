@@ -104,8 +104,9 @@ scroller.addEventListener("scroll", () => {
 function share() {
   document.dispatchEvent(new CustomEvent("heatmove", { detail: { group: config.group, left: scroller.scrollLeft, width: view.width } }));
 }
-if (config.group) document.addEventListener("heatmove", ({ detail }) => {
-  if (detail.group !== config.group || !element.isConnected) return;
+if (config.group) document.addEventListener("heatmove", function moved({ detail }) {
+  if (!element.isConnected) return document.removeEventListener("heatmove", moved);
+  if (detail.group !== config.group) return;
   if (view.width !== detail.width) {
     view.width = detail.width;
     spacer.style.width = `${LEFT + data.count * view.width + 8}px`;

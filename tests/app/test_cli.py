@@ -4,6 +4,7 @@ import statistics
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -91,6 +92,29 @@ def test_ctrl_c_is_quiet(monkeypatch, capsys) -> None:
     monkeypatch.setattr(chat_command, "run", failing(KeyboardInterrupt()))
     assert cli.main(["chat"]) == 130
     assert capsys.readouterr().err == ""
+
+
+def shell(redirection: str, script: str) -> subprocess.CompletedProcess:
+    """The script with `cli` and a `chat_command` whose run may be replaced, its streams redirected by a shell."""
+    script = f"import sys; from app import chat_command, cli\n{script}\nsys.exit(cli.main(['chat']))"
+    command = ["sh", "-c", f'exec "$@" {redirection}', "sh", sys.executable, "-c", script]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def test_closed_streams_are_nowhere() -> None:
+    # A file that is opened later must not come to stand in the place of standard input.
+    talk = "chat_command.run = lambda args: print('said', sys.stdin.read() == '', open('/dev/null').fileno() > 2)"
+    done = shell("<&- >&-", talk)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    done = shell("<&-", talk)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "said True True\n", "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
+@pytest.mark.parametrize("flush", [True, False])
+def test_a_full_disk_is_an_error_of_one_line(flush) -> None:
+    done = shell(">/dev/full", f"chat_command.run = lambda args: print('x', flush={flush})")
+    assert (done.returncode, done.stderr) == (2, "error: standard output: the disk is full; make room\n")
 
 
 def test_a_reader_that_leaves_is_no_error() -> None:

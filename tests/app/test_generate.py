@@ -125,7 +125,8 @@ def test_logprobs(run, opened) -> None:
         (["--prompt", "word " * 9000], "shorten"),
         (["--prompt", "a", "--logit-bias", "49152:1"], "logit_bias names token 49152; the vocabulary ends at 49151"),
         (["--prompt", "a", "--logit-bias=-1:1"], "logit_bias -1:1.0 must be a token id"),
-        (["--messages", "missing.json"], "missing.json: cannot read the messages: No such file or directory"),
+        (["--messages", "missing.json"], "missing.json: no such file"),
+        (["--messages", "."], ".: cannot be read: Is a directory"),
     ],
 )
 def test_bad_input(run, words, complaint) -> None:
@@ -143,21 +144,33 @@ def test_bad_input(run, words, complaint) -> None:
         (b"[]", "holds no messages"),
         (b'{"message": []}', "holds no messages"),
         (b'"hello"', "holds no messages"),
-        (b'["hello"]', "message 1 must be an object with role and content"),
-        (b'[{"content": "a"}]', "message 1 must be an object with role and content"),
-        (b'[{"role": "wizard", "content": "a"}]', "unknown role 'wizard'"),
+        (b"[" * 100_000, "is not JSON"),
+        (b'["hello"]', "message 1: expected an object with role and content"),
+        (b'[{"content": "a"}]', "message 1: unknown role None"),
+        (b'[{"role": "wizard", "content": "a"}]', "message 1: unknown role 'wizard'; expected one of system, user, "),
         (b'[{"role": "user", "content": ""}]', "message 1 (user) is empty"),
+        (b'[{"role": "user", "content": [{"type": "image"}]}]', "content of type 'image' is not supported"),
         (b'[{"role": "user"}]', "expected text"),
         (b'[{"role": "system", "content": "a"}]', "there is none from the user"),
     ],
 )
-def test_bad_files_of_messages(run, tmp_path, content, complaint) -> None:
+def test_bad_files_of_messages(run, tmp_path, monkeypatch, content, complaint) -> None:
     file = tmp_path / "talk.json"
     file.write_bytes(content)
+    monkeypatch.setattr(generate, "open_model", lambda name: pytest.fail("refused only after the model was loaded"))
     code, out, err = run("--messages", str(file))
     assert (code, out) == (2, "")
-    assert err.startswith("error: ") and complaint in err
+    assert err.startswith(f"error: {file}") and complaint in err
     assert err.count("\n") == 1
+
+
+def test_a_byte_order_mark_is_no_part_of_the_text(run, tmp_path) -> None:
+    file = tmp_path / "talk.json"
+    file.write_text(json.dumps(GOLDEN[0]["messages"]), encoding="utf-8-sig")
+    words = ["--json", "--max-tokens", "1"]
+    assert json.loads(run("--messages", str(file), *words)[1])["prompt_ids"] == GOLDEN[0]["prompt_ids"]
+    stdin = GOLDEN[0]["messages"][0]["content"].encode("utf-8-sig")
+    assert json.loads(run(*words, stdin=stdin)[1])["prompt_ids"] == GOLDEN[0]["prompt_ids"]
 
 
 def test_standard_input_that_is_not_text(run) -> None:
@@ -172,14 +185,19 @@ def test_a_context_ends_the_answer(run) -> None:
     assert len(result["prompt_ids"]) + len(result["ids"]) == 45
 
 
-@pytest.mark.parametrize("name", ["./missing", "no-such-model", "/"])
+@pytest.mark.parametrize("name", ["./missing", "no-such-model", "/", "", "~nobody-here/x", "a" * 5000, "\udcff"])
 def test_models_that_are_none(name, capsys) -> None:
     assert cli.main(["generate", "--prompt", "a", "--model", name]) == 2
     err = capsys.readouterr().err
-    assert err.startswith("error: ") and err.count("\n") == 1 and name in err
+    assert err.startswith("error: ") and err.count("\n") == 1 and (name in err or ascii(name)[1:90] in err)
 
 
-def test_a_terminal_without_a_prompt_is_told_what_to_give(monkeypatch, capsys) -> None:
-    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
-    assert cli.main(["generate"]) == 2
-    assert "give --prompt, --messages, --raw or --ids" in capsys.readouterr().err
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_without_a_prompt_it_is_told_what_to_give(run, monkeypatch, capsys, is_terminal) -> None:
+    if is_terminal:
+        monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+        code, err = cli.main(["generate"]), capsys.readouterr().err
+    else:
+        code, _, err = run(stdin=b" \n\n")
+    assert code == 2
+    assert "give --prompt, --messages, --raw or --ids" in err

@@ -95,9 +95,10 @@ def test_bfloat16_torch_file(tmp_path):
     same_values(open_huggingface(folder), {name: mx.array(array).view(mx.bfloat16) for name, array in bits.items()})
 
 
-def test_other_weights_beside_are_ignored_and_named(tmp_path):
+@pytest.mark.parametrize("index", [True, False])
+def test_other_weights_beside_are_ignored_and_named(tmp_path, index):
     """The hub's Llama folders hold Meta's files too, as one consolidated file or below original/."""
-    folder = sharded(tmp_path, WEIGHTS)
+    folder = sharded(tmp_path, WEIGHTS, index)
     mx.save_safetensors(str(folder / "consolidated.safetensors"), {"tok_embeddings.weight": mx.zeros((2, 2))})
     torch = {name: ("F32", np.zeros(array.shape, np.float32)) for name, array in WEIGHTS.items()}
     write_pth(folder / "pytorch_model.bin", torch)

@@ -33,6 +33,14 @@ def test_nothing_is_left_after_an_error(tmp_path):
     assert names(tmp_path) == []
 
 
+def test_flushed_before_it_appears_and_the_rename_after(tmp_path, monkeypatch):
+    flushed, target = [], tmp_path / "x.gguf"
+    monkeypatch.setattr(os, "fsync", lambda file: flushed.append((os.fstat(file).st_ino, target.exists())))
+    with staged_file(target) as file:
+        file.write(b"x")
+    assert flushed == [(target.stat().st_ino, False), (tmp_path.stat().st_ino, True)]
+
+
 def test_disk_that_becomes_full(tmp_path):
     with pytest.raises(UserError, match="x.gguf: the disk is full; make room"), staged_file(tmp_path / "x.gguf"):
         raise OSError(errno.ENOSPC, "No space left on device")

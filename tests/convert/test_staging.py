@@ -31,6 +31,22 @@ def test_nothing_is_left_of_a_failure(tmp_path, error):
     assert names(tmp_path) == []
 
 
+def test_all_is_flushed_before_it_appears_and_the_rename_after(tmp_path, monkeypatch):
+    flushed, target = [], tmp_path / "out"
+
+    def fsync(file: int) -> None:
+        flushed.append((os.fstat(file).st_ino, target.exists()))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with staged_folder(target) as folder:
+        (folder / "below").mkdir()
+        for name in ("a", "below/b"):
+            (folder / name).write_text("x")
+    inside = {path.stat().st_ino for path in (target, *target.rglob("*"))}
+    assert len(inside) == 4 and {inode for inode, appeared in flushed if not appeared} == inside
+    assert flushed[-1] == (tmp_path.stat().st_ino, True)
+
+
 def test_disk_that_becomes_full(tmp_path):
     with pytest.raises(UserError, match="out: the disk is full; make room"), staged_folder(tmp_path / "out"):
         raise OSError(errno.ENOSPC, "No space left on device")
