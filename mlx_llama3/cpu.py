@@ -41,6 +41,7 @@ class _Rows:
         bounds = [rows * i // n for i in range(n + 1)]
         self.weight = weight
         self.blocks = [weight[a:b].T for a, b in pairwise(bounds)]
+        mx.eval(self.blocks)  # what is not evaluated could be used in this thread only
 
     def product(self, x: mx.array) -> mx.array:
         """`(..., in)` -> `(..., out)`."""

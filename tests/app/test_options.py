@@ -35,7 +35,7 @@ def test_repeated_options_are_joined() -> None:
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        (["--temperature", "-1"], "temperature is -1.0; it must be a finite number, 0 (greedy) or above"),
+        (["--temperature", "-1"], "temperature is -1.0; it must be a number from 0 (greedy) to 1e+30"),
         (["--top-p", "1.5"], "top_p is 1.5; it must be a number from 0 to 1"),
         (["--top-k", "-2"], "top_k is -2"),
         (["--min-p", "nan"], "min_p is nan"),

@@ -4,7 +4,7 @@ import threading
 
 import mlx.nn as nn
 import pytest
-from tiny_models import quantized, random_weights, tiny_args, write_folder
+from tiny_models import quantized, random_weights, tiny_args, tiny_model, write_folder
 
 from mlx_llama3 import cpu
 from mlx_llama3.loading import load_model
@@ -54,6 +54,20 @@ def test_from_another_thread():
     thread.start()
     thread.join()
     assert found == [expected]
+
+
+def test_a_model_loaded_in_one_thread_runs_in_another(tmp_path):
+    model, found = tiny_model(tmp_path), []
+    tokens = mx.array([[1, 2, 3]])
+    mx.eval(tokens)
+
+    def run() -> None:
+        found.append(model(tokens).tolist())
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert found == [model(tokens).tolist()]
 
 
 def test_a_loaded_model_has_only_such_layers_and_no_second_copy(tmp_path):

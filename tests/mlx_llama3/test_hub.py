@@ -104,6 +104,17 @@ def test_what_looks_local_is_never_looked_up(name, tmp_path, monkeypatch):
     assert str(error.value) == f"{name}: there is no such folder"
 
 
+@pytest.mark.parametrize(("name", "why"), [("a" * 5000, "File name too long"), ("~nobody-here/x", "home directory")])
+def test_what_can_be_no_folder(name, why):
+    with pytest.raises(UserError, match=f"there can be no such folder: .*{why}"):
+        names.resolve(name)
+
+
+def test_no_name_is_not_the_current_folder():
+    with pytest.raises(UserError, match="'' is no known model"):
+        names.resolve("")
+
+
 def test_a_bare_word_lists_the_aliases():
     with pytest.raises(UserError) as error:
         names.resolve("lama")
