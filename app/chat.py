@@ -96,11 +96,12 @@ class Chat:
         """Stream what `ask` (the conversation's send or retry) yields; Ctrl-C ends it and keeps what was said."""
         with self.screen.answering() as stopped:
 
-            def stop_reading(_done: int, _total: int) -> None:
+            def reading(done: int, total: int) -> None:
                 if stopped():
                     raise Stopped
+                self.screen.reading(done, total)
 
-            steps = ask(on_prefill=stop_reading)
+            steps = ask(on_prefill=reading)
             if dropped := self.conversation.dropped:
                 self.screen.note(f"the oldest {dropped} messages were left out to make room")
             meter, said, reason = Meter(), "", "stopped"

@@ -32,6 +32,9 @@ class Plain:
         """Around an answer; gives a function that tells whether to stop. In a pipe Ctrl-C ends the program."""
         yield lambda: False
 
+    def reading(self, done: int, total: int) -> None:
+        """So much of the prompt is read; a pipe need not know."""
+
     def write(self, text: str) -> None:
         """A piece of the answer."""
         print(text, end="", flush=True)

@@ -37,6 +37,7 @@ class Terminal:
 
     def __init__(self) -> None:
         self._coloured = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+        self._progress = ""
 
     def welcome(self, text: str) -> None:
         """A greeting."""
@@ -88,12 +89,25 @@ class Terminal:
             termios.tcsetattr(sys.stdin, termios.TCSADRAIN, mode)
             signal.signal(signal.SIGINT, handler)
 
+    def reading(self, done: int, total: int) -> None:
+        """So much of the prompt is read: a line that a long prompt shows until the answer comes."""
+        self._wipe_progress()
+        if done < total:
+            self._progress = f"(reading: {done} of {total} tokens)"
+            print(self._styled(self._progress, DIM), end="", flush=True)
+
+    def _wipe_progress(self) -> None:
+        if self._progress:
+            print("\r" + " " * len(self._progress) + "\r", end="", flush=True)
+            self._progress = ""
+
     def write(self, text: str) -> None:
         """A piece of the answer."""
         print(text.translate(VISIBLE), end="", flush=True)
 
     def end_answer(self) -> None:
         """The answer is complete."""
+        self._wipe_progress()
         print("\n", flush=True)
 
     def show(self, text: str) -> None:

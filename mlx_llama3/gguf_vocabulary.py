@@ -26,6 +26,10 @@ def read(metadata: Mapping[str, Any], source: str) -> dict[str, Any]:
     names, merges = value("tokens"), value("merges")
     if not names:
         raise UserError(f"{source}: holds no vocabulary (tokenizer.ggml.tokens)")
+    for key, kind in (("tokens", str), ("merges", str), ("token_type", int)):
+        found = value(key)
+        if found is not None and not (isinstance(found, list) and set(map(type, found)) <= {kind}):
+            raise UserError(f"{source}: tokenizer.ggml.{key} is not what it should be; fetch the file again")
     _check_byte_level(value("model"), names, merges, source)
     pre_tokenizer = _pre_tokenizer(value("pre"), names, source)
     kinds = value("token_type") or [_NORMAL] * len(names)
@@ -54,8 +58,8 @@ def read(metadata: Mapping[str, Any], source: str) -> dict[str, Any]:
 
 def _id(value: Callable[[str], Any], kind: str, count: int, source: str) -> int | None:
     found = value(f"{kind}_token_id")
-    if found is not None and not 0 <= found < count:
-        raise UserError(f"{source}: tokenizer.ggml.{kind}_token_id is {found}; there are {count} tokens")
+    if found is not None and not (type(found) is int and 0 <= found < count):
+        raise UserError(f"{source}: tokenizer.ggml.{kind}_token_id is {found!r:.60}; there are {count} tokens")
     return found
 
 

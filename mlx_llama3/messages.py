@@ -56,6 +56,8 @@ def _message(message: Any, where: str) -> Message:
     if role not in ROLES:
         raise PromptError(f"{where}: unknown role {role!r}; expected one of {', '.join(ROLES)}")
     calls = message.get("tool_calls") or []
+    if not isinstance(calls, Sequence):
+        raise PromptError(f"{where}: expected a list as tool_calls, found {type(calls).__name__}")
     if calls and role != "assistant":
         raise PromptError(f"{where}: only an assistant can have tool_calls, not {role!r}")
     content = _text(message.get("content"), f"{where} ({role})", optional=bool(calls))
@@ -90,7 +92,7 @@ def _tool_call(call: Any, where: str) -> Message:
     arguments = function.get("arguments", {})
     try:
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise PromptError(f"{where}: the arguments of tool call {function['name']!r} are not JSON: {error}") from None
     if not isinstance(arguments, Mapping):
         raise PromptError(f"{where}: the arguments of tool call {function['name']!r} are not an object")

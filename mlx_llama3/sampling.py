@@ -69,7 +69,7 @@ class Sampling:
 
     def _check(self, name: str, low: float, high: float, allowed: str, kind: type = float) -> None:
         value = getattr(self, name)
-        if not (_is(value, kind) and math.isfinite(value) and low <= value <= high):
+        if not (_is(value, kind) and low <= value <= high):
             raise UserError(f"{name} is {value}; it must be {allowed}")
 
     @property

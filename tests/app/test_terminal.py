@@ -102,6 +102,19 @@ def test_ctrl_c_stops_the_answer_and_keeps_it_and_leaves_at_the_prompt(spawn, tm
     assert ends(child) == 0
 
 
+def test_a_long_prompt_shows_how_far_it_is_read(spawn) -> None:
+    child = spawn()
+    child.expect("0/4096")
+    child.send("\x1b[200~" + "word " * 1200 + "\x1b[201~" + ENTER)
+    child.expect(r"\(reading: 512 of \d+ tokens\)")
+    child.expect(r"\r +\r.*\(reading: 1024 of \d+ tokens\)")
+    child.expect(r"\r +\rYes, indeed.")  # wiped before the answer comes
+    child.expect("tokens/s")
+    child.send("Is it so?" + ENTER)
+    child.expect("Yes, indeed.")
+    assert "reading" not in child.before
+
+
 def test_ctrl_c_clears_a_line_first(spawn) -> None:
     child = spawn()
     child.expect("0/4096")

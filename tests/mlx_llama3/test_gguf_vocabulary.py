@@ -186,6 +186,11 @@ SENTENCEPIECE = {
             "a merge makes 'xyyyy', which is not in the vocabulary",
         ),
         (metadata_of(PEERS["gpt-2"], "gpt-2", eos_token_id=99999), "eos_token_id is 99999; there are"),
+        (metadata_of(PEERS["gpt-2"], "gpt-2", eos_token_id="x"), "eos_token_id is 'x'; there are"),
+        ({"tokenizer.ggml.tokens": [1, 2]}, "tokenizer.ggml.tokens is not what it should be"),
+        ({"tokenizer.ggml.tokens": 5}, "tokenizer.ggml.tokens is not what it should be"),
+        (metadata_of(PEERS["gpt-2"], "gpt-2", merges=[5]), "tokenizer.ggml.merges is not what it should be"),
+        (metadata_of(PEERS["gpt-2"], "gpt-2", token_type=["1"]), "tokenizer.ggml.token_type is not what it should"),
     ],
 )
 def test_others_are_explained_in_one_line(metadata, fault):

@@ -64,8 +64,10 @@ def test_tool_calls_come_to_one_form():
         ([{"role": "user", "content": ["x"]}], "type 'str' is not supported"),
         ([{**USER, "tool_calls": [CALL]}], "message 1: only an assistant can have tool_calls, not 'user'"),
         ([USER, {"role": "assistant", "tool_calls": [{"function": {}}]}], "message 2: tool call: expected a function"),
+        ([USER, {"role": "assistant", "tool_calls": 5}], "message 2: expected a list as tool_calls, found int"),
         ([USER, {"role": "assistant", "tool_calls": ["f"]}], "message 2: tool call: expected a function with a name"),
         ([USER, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}], "call 'f' are not JSON"),
+        ([USER, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "[" * 10**5}]}], "'f' are not JSON"),
         ([USER, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "3"}]}], "call 'f' are not an object"),
     ],
 )
