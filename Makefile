@@ -48,7 +48,7 @@ fuzz: .venv/installed-test
 	@$(BIN)/python tests/support/fuzz_readers.py $(ARGS)
 
 soak: .venv/installed-test
-	@SOAK=1 $(BIN)/python -m pytest tests/app/ui -k "long_fast_stream" -s $(ARGS)
+	@SOAK=1 $(BIN)/python -m pytest tests/app/ui -k "long_fast_stream or many_turns" -s $(ARGS)
 
 test-peers: .venv/installed-peers
 	@$(BIN)/python -m pytest -m peers $(ARGS)

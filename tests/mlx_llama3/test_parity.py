@@ -7,10 +7,10 @@ import json
 from pathlib import Path
 
 import pytest
-from mlx_llama3.tokenizer import load_tokenizer
 
 from app.cli import main
 from mlx_llama3.loading import load_model
+from mlx_llama3.tokenizer import load_tokenizer
 
 import mlx.core as mx  # isort: skip
 

@@ -1,6 +1,8 @@
 """Sessions: the trace beside the conversation, edits, bounds. A tiny model with the demo's tokenizer."""
 
+import os
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -149,3 +151,30 @@ def test_the_least_recently_used_session_goes_first(opened):
     assert sessions.find(first.id) is first
     assert sessions.find(second.id) is None
     assert sessions.find(None) is None and sessions.find("unknown") is None
+
+
+@pytest.mark.parametrize(
+    "turns", [60, pytest.param(500, marks=pytest.mark.skipif("SOAK" not in os.environ, reason="make soak"))]
+)
+def test_many_turns_keep_memory_flat(opened, turns):
+    """A conversation that rolls on in a full context: memory after a third of the turns is memory at the end."""
+    session = Session(opened)
+    session.conversation.overflow = "roll"
+    seen: list[tuple[float, float]] = []
+    for turn in range(turns):
+        say(session, f"Question {turn}, " + "and what of it? " * 12, "This is what of it.")
+        opened.model.prompts.clear()
+        seen.append((resident(), mx.get_active_memory() / 1e6))
+    assert session.conversation.dropped or session.conversation.used < session.conversation.capacity
+    assert session.trace.norms.shape[-1] <= session.conversation.capacity
+    third = seen[turns // 3 :]
+    assert third[-1][0] - third[0][0] < 30, "MB of resident memory gained"
+    assert third[-1][1] - third[0][1] < 5, "MB of MLX arrays gained"
+    check_trace(session)
+
+
+def resident() -> float:
+    """MB of memory that the process holds now."""
+    if not Path("/proc/self/statm").exists():
+        return 0.0
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
