@@ -10,6 +10,10 @@ MAX_TOKENS = 1024
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `mlx-llama3 chat`."""
+    parser.description = (
+        "Talk with a model in the terminal; /help there lists the commands. In a pipe each line is a message, and the "
+        "first error ends it."
+    )
     add_model_options(parser)
     parser.add_argument("--resume", type=Path, metavar="FILE", help="go on with a conversation that /save wrote")
     parser.add_argument(

@@ -72,13 +72,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(args)
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:  # the reader has left
-        _drop_output()
+    except BrokenPipeError:
+        # The reader has left. Python flushes standard output once more at its end and would complain of it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
-        _drop_output()
         print(f"error: {error.filename or 'standard output'}: the disk is full; make room", file=sys.stderr)
         return 2
 
@@ -88,11 +88,6 @@ def _open_closed_streams() -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
-
-
-def _drop_output() -> None:
-    """Python flushes standard output once more at its end, and would complain of it again."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(args: argparse.Namespace) -> int:

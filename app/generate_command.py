@@ -11,12 +11,18 @@ MAX_TOKENS = 256
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `mlx-llama3 generate`."""
+    parser.description = "Answer one prompt and end. The text is streamed to standard output."
     add_model_options(parser)
     add_prompt_options(parser)
     add_sampling_options(parser, max_tokens=MAX_TOKENS)
     add_edit_options(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object when the answer is complete")
-    parser.add_argument("--logprobs", type=whole, metavar="N", help="with --json: of each token and the N best instead")
+    parser.add_argument(
+        "--logprobs",
+        type=whole,
+        metavar="N",
+        help="with --json: how probable each token was, and the N best in its place",
+    )
     parser.add_argument("-v", "--verbose", action="store_true", help="print speeds and memory to standard error")
 
 

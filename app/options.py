@@ -99,6 +99,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 def add_sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
     """Every one of `SETTINGS`; those not given stay out of the namespace, so that a saved file can hold its own."""
     group = parser.add_argument_group("how the answer is made")
+    defaults = {"temperature": 0, "max_tokens": max_tokens}
     for name, setting in SETTINGS.items():
         group.add_argument(
             "--" + name.replace("_", "-"),
@@ -107,7 +108,7 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int) ->
             action="append" if name in ("logit_bias", "stop") else "store",
             default=argparse.SUPPRESS,
             metavar=setting.metavar,
-            help=setting.help + (f" (default: {max_tokens})" if name == "max_tokens" else ""),
+            help=setting.help + (f" (default: {defaults[name]})" if name in defaults else ""),
         )
 
 

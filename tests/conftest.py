@@ -4,6 +4,7 @@ Helper modules that several test files import lie in `tests/support/`; that fold
 pyproject.toml), so a test says `from tiny_models import ...`.
 """
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,10 @@ import pytest
 
 from convert import demo
 from mlx_llama3.hub import cache_dir
+
+
+# A shell that starts the tests in the background has them ignore Ctrl-C, and so all programs that they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,11 +1,14 @@
 """The chat in a pipe, its commands, and saved conversations, in this process; once with the demo model."""
 
+import errno
 import io
 import json
+import os
 import subprocess
 import sys
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 
 import pytest
 from watched_model import WatchedModel
@@ -202,12 +205,38 @@ def test_saved_and_resumed(talk, tmp_path) -> None:
     assert out == "system prompt: Be long.\n"
 
 
+def test_what_a_loaded_file_does_not_say_stays_as_it_is(talk, tmp_path) -> None:
+    file = tmp_path / "talk.json"
+    file.write_text(
+        json.dumps({"format": "mlx-llama3 conversation", "version": 1, "messages": [], "settings": {"top_k": 7}})
+    )
+    options = ("--context", "100", "--overflow", "roll", "--max-tokens", "9", "--temp", "0.5")
+    _, out, _ = talk(f"/load {file}", "/set", options=options)
+    assert out.startswith(f"loaded 0 messages from {file}; 0 of 100 tokens (0%)")
+    table = dict(line.split(None, 1) for line in out.splitlines()[1:])
+    assert (table["max_tokens"], table["overflow"], table["top_k"]) == ("9", "roll", "7")
+    assert table["temperature"] == "0.0"  # how the answers are made belongs to the file
+
+
 def test_options_win_over_the_saved_settings(talk, tmp_path) -> None:
     file = tmp_path / "talk.json"
     talk("Hello", f"/save {file}", options=("--max-tokens", "3", "--temp", "0.5", "--seed", "1"))
     _, out, _ = talk("/set", options=("--resume", str(file), "--temp", "0.9"))
     table = dict(line.split(None, 1) for line in out.splitlines())
     assert (table["temperature"], table["max_tokens"], table["seed"]) == ("0.9", "3", "1")
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing(talk, tmp_path, monkeypatch) -> None:
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "replace", full)
+    code, _, err = talk(f"/save {tmp_path / 'talk.json'}")
+    assert (code, err) == (
+        2,
+        f"error: {tmp_path / 'talk.json'}: cannot save the conversation: No space left on device\n",
+    )
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_save_replaces_conversations_only(talk, tmp_path) -> None:

@@ -113,7 +113,7 @@ def test_closed_streams_are_nowhere() -> None:
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
 @pytest.mark.parametrize("flush", [True, False])
 def test_a_full_disk_is_an_error_of_one_line(flush) -> None:
-    done = shell(">/dev/full", f"chat_command.run = lambda args: print('x', flush={flush})")
+    done = shell(">/dev/full", f"chat_command.run = lambda args: print('x' * 100_000, flush={flush})")
     assert (done.returncode, done.stderr) == (2, "error: standard output: the disk is full; make room\n")
 
 

@@ -90,6 +90,18 @@ def test_no_step_waits_for_its_result_before_the_next_is_queued(talker, tokenize
     assert len(tokens(talker, tokenizer, max_tokens=3, logprobs=2, temperature=1.0)) == 3
 
 
+def test_a_token_is_written_into_the_cache_in_place(tokenizer):
+    talker = WatchedModel(vocab_size=tokenizer.vocab_size, n_kv_heads=4, head_dim=64, max_seq_len=2048)
+    cache = talker.make_cache()
+    steps = generate(talker, tokenizer, [7] * 1600, max_tokens=20, cache=cache)
+    next(steps)
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    assert len(list(steps)) == 19
+    assert cache[0].state[0].nbytes > 1_500_000  # what one copy would take
+    assert mx.get_peak_memory() - before < 1_000_000
+
+
 def test_the_next_step_is_queued_before_this_one_is_read(talker, tokenizer):
     cache = talker.make_cache()
     steps = generate(talker, tokenizer, PROMPT, max_tokens=3, cache=cache)
