@@ -13,7 +13,6 @@ import pytest
 from convert import demo
 from mlx_llama3.hub import cache_dir
 
-
 # A shell that starts the tests in the background has them ignore Ctrl-C, and so all programs that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

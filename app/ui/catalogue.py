@@ -72,10 +72,10 @@ def _local(name: str) -> Path | None:
 
 def _cached() -> dict[str, Path]:
     """Snapshots in the hub's cache that hold safetensors of a Llama architecture, by repository."""
-    from huggingface_hub import CacheNotFound, scan_cache_dir
+    from huggingface_hub import CacheNotFound, constants, scan_cache_dir
 
     try:
-        repositories = scan_cache_dir().repos
+        repositories = scan_cache_dir(constants.HF_HUB_CACHE).repos
     except CacheNotFound:
         return {}
     found = {}

@@ -88,8 +88,12 @@ class _Draw:
     selection: Selection
 
     def choices(self, session: Session | None, _: Cell | None, first: str | None, second: str | None) -> list[Any]:
-        """What can be opened now; what is chosen stays."""
-        return _dropdowns(first, second)
+        """What can be opened now; what is chosen stays, also if it is chosen while this answer is on its way."""
+        updates = _dropdowns(first, second)
+        for update, chosen in zip(updates, (first, second), strict=True):
+            if update["value"] == chosen:
+                del update["value"]
+        return updates
 
     def save(self, session_id: str, name: str) -> list[Any]:
         """Keep the trace of the conversation as it is now."""
