@@ -1,6 +1,7 @@
 """The file format of a saved conversation: JSON with the system prompt, the messages and the settings."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ from mlx_llama3.sampling import Sampling
 
 FORMAT = "mlx-llama3 conversation"
 VERSION = 1
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class SavedConversation(NamedTuple):
@@ -24,7 +26,8 @@ class SavedConversation(NamedTuple):
 def dump(system: str | None, messages: Sequence[Mapping[str, str]], settings: Mapping[str, Any]) -> str:
     """JSON text of a conversation whose `messages` are user and assistant by turns."""
     content = {"format": FORMAT, "version": VERSION, "system": system, "messages": messages, "settings": settings}
-    return json.dumps(content, ensure_ascii=False, indent=2) + "\n"
+    # A terminal that is not UTF-8, or escapes in JSON, bring lone surrogates, which no file takes (nor the tokenizer).
+    return _LONE_SURROGATE.sub("\ufffd", json.dumps(content, ensure_ascii=False, indent=2)) + "\n"
 
 
 def load(text: str, source: str) -> SavedConversation:

@@ -339,6 +339,15 @@ def test_saved_and_loaded(chat, model, tokenizer) -> None:
     assert_next_is_that_of_a_fresh_pass(loaded, "Go on")
 
 
+def test_what_is_no_unicode_can_be_saved(chat, model, tokenizer) -> None:
+    say(chat, "caf\udce9 \ud800", "Oui.")
+    text = chat.to_json()
+    assert text.encode("utf-8")
+    loaded = Conversation.from_json(text, model, tokenizer)
+    assert loaded.messages[1]["content"] == "caf\ufffd \ufffd"
+    assert loaded.ids == chat.ids
+
+
 GOOD = {
     "format": "mlx-llama3 conversation",
     "version": 1,

@@ -164,8 +164,11 @@ def tab(new_tab) -> Tab:
 
 
 @pytest.fixture(scope="session")
-def view_server(demo_folder, data_folder):
-    """The views on a page of their own, with the demo model, which has answered one question."""
+def view_server(demo_folder, data_folder, address):
+    """The views on a page of their own, with the demo model, which has answered one question.
+
+    After the app's own server (`address`), which tells Gradio its folder for uploads through the environment.
+    """
     from view_page import QUESTION, view_page
 
     from app.models import open_model
