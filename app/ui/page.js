@@ -75,11 +75,13 @@
     const drawers = Object.values(DRAWERS).map(byId);
     const others = ["theme", "show-keys", "composer", ...Object.keys(DRAWERS)].map(byId);
     if ([...drawers, ...others].includes(null)) return false;
+    const headings = drawers.map((drawer) => drawer.querySelector("h2"));
+    if (headings.includes(null)) return false; // a drawer comes before what is in it
     setTheme(chosenTheme());
-    for (const drawer of drawers) {
+    drawers.forEach((drawer, i) => {
       drawer.setAttribute("role", "region");
-      drawer.setAttribute("aria-label", drawer.querySelector("h2").textContent);
-    }
+      drawer.setAttribute("aria-label", headings[i].textContent);
+    });
     for (const opener of Object.keys(DRAWERS)) byId(opener).setAttribute("aria-expanded", "false");
     byId("theme").setAttribute("aria-label", "Dark colours");
     byId("show-keys").setAttribute("aria-label", "Keys");
