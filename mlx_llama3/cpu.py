@@ -55,15 +55,11 @@ class SpreadLinear(nn.Module):
     def __init__(self, weight: mx.array) -> None:
         super().__init__()
         self.weight = weight
-        self._rows = _Rows(weight)
-
-    @property
-    def blocks(self) -> list[mx.array]:
-        """The views `(in, rows)` that are multiplied, one a stream."""
-        return self._rows.blocks
+        self._rows: _Rows | None = None
 
     def __call__(self, x: mx.array) -> mx.array:
-        if self._rows.weight is not self.weight:  # somebody has put another one in its place
+        # At the first use, when the weight is evaluated, and again when another one was put in its place.
+        if self._rows is None or self._rows.weight is not self.weight:
             self._rows = _Rows(self.weight)
         return self._rows.product(x)
 
@@ -97,5 +93,3 @@ def expand(model: nn.Module, dtype: mx.Dtype) -> None:
         return make(weight)
 
     model.update_modules(tree_map(layer, model.leaf_modules(), is_leaf=nn.Module.is_module))
-    # The blocks are no parameters; what is not computed yet would be of no use to another thread.
-    mx.eval([module.blocks for module in model.modules() if isinstance(module, SpreadLinear)])

@@ -54,13 +54,13 @@ def prefill(
     cache: list[KVCache],
     *,
     chunk: int = 512,
-    after_chunk: Callable[[int], None] = lambda done: None,
+    on_prefill: Callable[[int, int], None] | None = None,
     capture: "NormCapture | None" = None,
 ) -> mx.array:
     """Feed `ids` to the model, `chunk` positions a pass; logits `(1, vocab)` after the last one, not yet evaluated.
 
-    `after_chunk` is told how many are done. The head is applied to the last position only: for a vocabulary of 128k it
-    would cost as much as a quarter of a 1B model.
+    `on_prefill` is told (done, total) after each. The head is applied to the last position only: for a vocabulary of
+    128k it would cost as much as a quarter of a 1B model.
     """
     start = cache[0].offset
     for begin in range(0, len(ids), chunk):
@@ -70,7 +70,8 @@ def prefill(
         if done < len(ids):
             mx.eval([entry.state for entry in cache], capture.arrays() if capture else [])
             mx.clear_cache()
-        after_chunk(done)
+        if on_prefill is not None:
+            on_prefill(done, len(ids))
     return model.head(x[:, -1])
 
 

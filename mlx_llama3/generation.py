@@ -84,12 +84,7 @@ def generate(
     text, stops = tokenizer.detokenizer(), StopStrings(stop)
     capture = _norm_capture(model) if trace else None
     runner = capture.model if capture else model
-
-    def after_chunk(done: int) -> None:
-        if on_prefill is not None:
-            on_prefill(done, len(ids))
-
-    logits = prefill(runner, ids, cache, chunk=prefill_chunk, after_chunk=after_chunk, capture=capture)
+    logits = prefill(runner, ids, cache, chunk=prefill_chunk, on_prefill=on_prefill, capture=capture)
     choices = decode(runner, logits, cache, sampler, count=last, logprobs=logprobs, capture=capture)
     for count, choice in enumerate(choices, start=1):
         if choice.is_nan:

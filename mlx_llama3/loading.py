@@ -13,7 +13,7 @@ from mlx_llama3.linear import PackedLinear
 from mlx_llama3.memory import available_memory, check_memory
 from mlx_llama3.model import Transformer
 from mlx_llama3.names import official_to_hf
-from mlx_llama3.shapes import expected_shapes
+from mlx_llama3.shapes import count_weights
 
 log = logging.getLogger(__name__)
 
@@ -47,8 +47,7 @@ def load_model(folder: str | Path, *, dtype: mx.Dtype | None = None) -> Transfor
 
 
 def _fits_expanded(checkpoint: Checkpoint, dtype: mx.Dtype) -> bool:
-    shapes = expected_shapes(checkpoint.args).values()
-    dense = dtype.size * sum(shape[0] * (shape[1] if len(shape) > 1 else 1) for shape in shapes)
+    dense = dtype.size * count_weights(checkpoint.args)
     if dense <= 0.9 * available_memory():
         return True
     if checkpoint.nbytes_as(dtype) < dense:

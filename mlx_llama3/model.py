@@ -39,15 +39,22 @@ class Attention(nn.Module):
         self, x: mx.array, start_pos: int, freqs: Freqs, mask: str | None, cache: KVCache | None = None
     ) -> mx.array:
         B, S, _ = x.shape
+        q, k, v = self.project(x, start_pos, freqs)
+        if cache is not None:
+            k, v = cache.update_and_fetch(k, v)  # (B, n_kv_heads, T, head_dim)
+        out = mx.fast.scaled_dot_product_attention(q, k, v, scale=self.scale, mask=mask)
+        return self.wo(out.transpose(0, 2, 1, 3).reshape(B, S, -1))
+
+    def project(self, x: mx.array, start_pos: int, freqs: Freqs) -> tuple[mx.array, mx.array, mx.array]:
+        """`(B, S, dim)`, normed -> queries `(B, n_heads, S, head_dim)` and keys, rotated; values, as the keys
+        `(B, n_kv_heads, S, head_dim)`."""
+        B, S, _ = x.shape
         q, k, v = self.wqkv(x)  # (B, S, heads * head_dim)
         q = q.reshape(B, S, self.n_heads, self.head_dim).transpose(0, 2, 1, 3)  # (B, n_heads, S, head_dim)
         k = k.reshape(B, S, self.n_kv_heads, self.head_dim).transpose(0, 2, 1, 3)
         v = v.reshape(B, S, self.n_kv_heads, self.head_dim).transpose(0, 2, 1, 3)
         q, k = rotate(q, start_pos, freqs), rotate(k, start_pos, freqs)
-        if cache is not None:
-            k, v = cache.update_and_fetch(k, v)  # (B, n_kv_heads, T, head_dim)
-        out = mx.fast.scaled_dot_product_attention(q, k, v, scale=self.scale, mask=mask)
-        return self.wo(out.transpose(0, 2, 1, 3).reshape(B, S, -1))
+        return q, k, v
 
 
 class FeedForward(nn.Module):

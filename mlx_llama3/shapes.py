@@ -1,6 +1,13 @@
 """The tensors that a model of given `ModelArgs` consists of, with their shapes."""
 
+from math import prod
+
 from mlx_llama3.config import ModelArgs
+
+
+def count_weights(args: ModelArgs) -> int:
+    """How many numbers a model consists of, a tied head not counted again."""
+    return sum(prod(shape) for shape in expected_shapes(args).values())
 
 
 def expected_shapes(args: ModelArgs) -> dict[str, tuple[int, ...]]:

@@ -4,11 +4,13 @@ Helper modules that several test files import lie in `tests/support/`; that fold
 pyproject.toml), so a test says `from tiny_models import ...`.
 """
 
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hub_server import Hub, serve
 
 from convert import demo
 from mlx_llama3.hub import cache_dir
@@ -27,6 +29,20 @@ def user_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MLX_LLAMA3_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield found
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    """A stand-in for the Hugging Face hub, on loopback."""
+    with serve() as hub:
+        yield hub
+
+
+@pytest.fixture
+def environment(hub: Hub, tmp_path: Path) -> dict[str, str]:
+    """For a program that uses `hub`, with an empty cache of the hub's client."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
+    return {**kept, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf")}
 
 
 @pytest.fixture(scope="session")

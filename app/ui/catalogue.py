@@ -10,7 +10,7 @@ from mlx_llama3.checkpoint import Checkpoint
 from mlx_llama3.errors import UserError
 from mlx_llama3.hub import ALIASES, DEMO, HUB_ID, demo_folder
 from mlx_llama3.memory import available_memory
-from mlx_llama3.shapes import expected_shapes
+from mlx_llama3.shapes import count_weights
 
 
 def models_dir() -> Path:
@@ -55,9 +55,7 @@ def needs(folder: Path) -> tuple[int, int]:
     width, weights = checkpoint.dtype.size, checkpoint.nbytes
     if mx.default_device() == mx.cpu:  # where weights are unpacked to float32, as `load_model` says
         width = mx.float32.size
-        weights = width * sum(
-            shape[0] * (shape[1] if len(shape) > 1 else 1) for shape in expected_shapes(args).values()
-        )
+        weights = width * count_weights(args)
     return weights, 2 * args.n_layers * args.n_kv_heads * args.head_dim * args.max_seq_len * width
 
 

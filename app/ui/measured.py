@@ -8,7 +8,6 @@ import numpy as np
 
 from app.ui.selection import Cell
 from mlx_llama3.model import Transformer
-from mlx_llama3.rope import rotate
 from mlx_llama3.trace.neurons import neurons
 
 BINS = 28
@@ -51,15 +50,11 @@ def measure(cell: Cell) -> Measured:
     """Run the token again and take every tensor of the layer; on the engine's thread."""
     position = cell.session.look(cell.position)
     states, model, layer = position.states, position.model, cell.layer
-    block, args = model.layers[layer], model.args
+    block = model.layers[layer]
     x, h = states["resid_pre"][layer], states["resid_mid"][layer]
     normed, ffn_normed = block.attention_norm(x), block.ffn_norm(h)
-    q, k, v = block.attention.wqkv(normed)
     freqs = model.rope.frequencies(position.index, 1)
-
-    def rotated(heads: mx.array) -> mx.array:
-        return rotate(heads.reshape(1, -1, 1, args.head_dim), position.index, freqs)
-
+    q, k, v = block.attention.project(normed[None, None], position.index, freqs)
     gate, up = block.feed_forward.w13(ffn_normed)
     found = neurons(position, layer, k=5)
     final = states["resid_post"][-1]
@@ -67,8 +62,8 @@ def measure(cell: Cell) -> Measured:
         "embedding": states["resid_pre"][0],
         "x": x,
         "attention_norm": normed,
-        "q": rotated(q),
-        "k": rotated(k),
+        "q": q,
+        "k": k,
         "v": v,
         "z": states["z"][layer],
         "attn_out": states["attn_out"][layer],

@@ -129,7 +129,7 @@ def _vocabulary(args: ModelArgs) -> tuple[str | int, ...]:
 
 
 _BLOCK, _ATTENTION, _MLP, _MODEL = "TransformerBlock", "Attention", "FeedForward", "Transformer"
-_CALL = "__call__"
+_CALL, _PROJECT = "__call__", "project"
 
 CARDS = (
     Card(
@@ -163,7 +163,7 @@ CARDS = (
         "q",
         "attention",
         "queries, rotated to their position",
-        lambda s: s.assigned(_ATTENTION, _CALL, "q"),
+        lambda s: s.assigned(_ATTENTION, _PROJECT, "q"),
         _queries,
         "wq",
     ),
@@ -172,12 +172,18 @@ CARDS = (
         "k",
         "attention",
         "keys, rotated; the cache keeps them",
-        lambda s: s.assigned(_ATTENTION, _CALL, "k"),
+        lambda s: s.assigned(_ATTENTION, _PROJECT, "k") + s.assigned(_ATTENTION, _CALL, "k"),
         _keys,
         "wk",
     ),
     Card(
-        "v", "v", "attention", "values; the cache keeps them", lambda s: s.assigned(_ATTENTION, _CALL, "v"), _keys, "wv"
+        "v",
+        "v",
+        "attention",
+        "values; the cache keeps them",
+        lambda s: s.assigned(_ATTENTION, _PROJECT, "v") + s.assigned(_ATTENTION, _CALL, "v"),
+        _keys,
+        "wv",
     ),
     Card(
         "z",

@@ -4,7 +4,6 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_llama3.model import Attention, Transformer
-from mlx_llama3.rope import Freqs, rotate
 from mlx_llama3.trace.position import Position
 
 
@@ -12,9 +11,8 @@ def attention_from(position: Position, layer: int) -> np.ndarray:
     """How each head of `layer` looks back from `position`: float32 `(n_heads, T)`, keys from the cache."""
     block = position.model.layers[layer]
     x = block.attention_norm(position.states["resid_pre"][layer][None, None])  # (1, 1, dim)
-    queries, _ = _queries_and_keys(
-        block.attention, x, position.index, position.model.rope.frequencies(position.index, 1)
-    )
+    freqs = position.model.rope.frequencies(position.index, 1)
+    queries, _, _ = block.attention.project(x, position.index, freqs)
     keys, _ = position.cache[layer].fetch()
     return np.array(_pattern(block.attention, queries, keys)[0, :, 0])
 
@@ -23,17 +21,8 @@ def attention_pattern(model: Transformer, resid_pre: mx.array, layer: int) -> np
     """The whole causal pattern of a layer, float32 `(n_heads, T, T)`, from its input `resid_pre` `(T, dim)`."""
     block, length = model.layers[layer], resid_pre.shape[0]
     freqs = model.rope.frequencies(0, length)
-    queries, keys = _queries_and_keys(block.attention, block.attention_norm(resid_pre[None]), 0, freqs)
+    queries, keys, _ = block.attention.project(block.attention_norm(resid_pre[None]), 0, freqs)
     return np.array(_pattern(block.attention, queries, keys)[0])
-
-
-def _queries_and_keys(attention: Attention, x: mx.array, start_pos: int, freqs: Freqs) -> tuple[mx.array, mx.array]:
-    """`(B, S, dim)`, normed -> rotated queries `(B, n_heads, S, head_dim)` and keys `(B, n_kv_heads, S, head_dim)`."""
-    B, S, _ = x.shape
-    q, k, _ = attention.wqkv(x)
-    q = q.reshape(B, S, attention.n_heads, -1).transpose(0, 2, 1, 3)
-    k = k.reshape(B, S, attention.n_kv_heads, -1).transpose(0, 2, 1, 3)
-    return rotate(q, start_pos, freqs), rotate(k, start_pos, freqs)
 
 
 def _pattern(attention: Attention, queries: mx.array, keys: mx.array) -> mx.array:

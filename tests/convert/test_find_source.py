@@ -1,13 +1,12 @@
 """Names of sources: local ones, and those of the hub through its real client against a server on loopback."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from hub_server import COMMIT, Hub, Repository, serve
+from hub_server import COMMIT, Repository
 from meta_checkpoint import write_meta
 from tiny_gguf import write_tiny
 from tiny_models import ARGS, random_weights, write_folder
@@ -45,18 +44,6 @@ META = {"consolidated.00.pth": b"0", "consolidated.01.pth": b"1", "params.json":
 SPLIT = {f"BF16/m-BF16-0000{n}-of-00002.gguf": b"%d" % n for n in (1, 2)}
 GGUFS = {"m-Q4_K_M.gguf": b"4", "m-Q8_0.gguf": b"8", "mmproj-m.gguf": b"p"}
 OTHERS = {"README.md": b"#", "onnx/model.onnx": b"o", "adapter_model.safetensors": b"a"}
-
-
-@pytest.fixture
-def hub():
-    with serve() as hub:
-        yield hub
-
-
-@pytest.fixture
-def environment(hub: Hub, tmp_path: Path) -> dict[str, str]:
-    kept = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
-    return {**kept, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf")}
 
 
 def find(environment: dict[str, str], *names: str) -> list[list[str]]:

@@ -2,7 +2,6 @@
 
 import errno
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import pexpect
 import pytest
-from hub_server import COMMIT, Hub, Repository, serve
+from hub_server import COMMIT, Repository
 from huggingface_hub.errors import RevisionResolutionError
 
 from mlx_llama3 import hub as names
@@ -47,18 +46,6 @@ SUPERFLUOUS = {
     "original/params.json": b"{}",
     "pytorch_model.bin": b"twice",
 }
-
-
-@pytest.fixture
-def hub():
-    with serve() as hub:
-        yield hub
-
-
-@pytest.fixture
-def environment(hub: Hub, tmp_path: Path) -> dict[str, str]:
-    kept = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
-    return {**kept, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf")}
 
 
 def start(environment: dict[str, str], *models: str) -> subprocess.Popen:
