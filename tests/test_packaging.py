@@ -97,6 +97,13 @@ def test_dependencies_resolve_for_a_mac(python):
     assert not {"mlx-cpu", "cmeel-openblas"} & packages
 
 
+@pytest.fixture(autouse=True)
+def outside_of_make(monkeypatch):
+    """`make test` runs these tests; a `make` started by them is to behave as one started by a person."""
+    for name in ("MAKELEVEL", "MAKEFLAGS", "MFLAGS"):
+        monkeypatch.delenv(name, raising=False)
+
+
 @pytest.fixture
 def installed(tmp_path: Path) -> Path:
     """A clone in which everything is installed, with a program in the chat's place that tells what it is given."""
