@@ -6,44 +6,55 @@ import mlx.core as mx
 
 
 class KVCache:
-    """Keys and values of one layer, in buffers that grow by `STEP` positions and are written in place.
+    """Keys and values of one layer, in a buffer that grows by `STEP` positions and is written in place.
 
-    Growing by concatenation would copy everything for every token; here a token is one slice update.
+    Growing by concatenation would copy everything for every token; here a token is one slice update, of keys and values
+    together.
     """
 
     STEP = 256
 
     def __init__(self) -> None:
         self.offset = 0
-        self._keys: mx.array | None = None
-        self._values: mx.array | None = None
+        self._kv: mx.array | None = None  # (2, B, n_kv_heads, capacity, head_dim)
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Append `(B, n_kv_heads, S, head_dim)` each; return all so far, `(B, n_kv_heads, offset, head_dim)` each."""
-        start, end = self.offset, self.offset + keys.shape[2]
-        self._reserve(keys, values, end)
-        self._keys[:, :, start:end] = keys
-        self._values[:, :, start:end] = values
+    def attend(self, q: mx.array, kv: mx.array, scale: float, mask: str | mx.array | None) -> mx.array:
+        """Append the new positions and attend to all so far.
+
+        Args:
+            q: rotated queries of the new positions, `(B, n_heads, S, head_dim)`.
+            kv: their rotated keys, and their values, `(2, B, n_kv_heads, S, head_dim)`.
+            scale: of the products, `head_dim ** -0.5`.
+            mask: "causal", None, or an array as `mx.fast.scaled_dot_product_attention` takes it.
+
+        Returns:
+            `(B, n_heads, S, head_dim)`.
+        """
+        keys, values = self.update_and_fetch(kv)
+        return mx.fast.scaled_dot_product_attention(q, keys, values, scale=scale, mask=mask)
+
+    def update_and_fetch(self, kv: mx.array) -> tuple[mx.array, mx.array]:
+        """Append `(2, B, n_kv_heads, S, head_dim)`; return all keys and values so far, as `fetch` does."""
+        start, end = self.offset, self.offset + kv.shape[3]
+        self._reserve(kv, end)
+        self._kv[:, :, :, start:end] = kv
         self.offset = end
         return self.fetch()
 
     def fetch(self) -> tuple[mx.array, mx.array]:
         """All keys and values so far, `(B, n_kv_heads, offset, head_dim)` each."""
-        return self._keys[:, :, : self.offset], self._values[:, :, : self.offset]
+        kv = self._kv[:, :, :, : self.offset]
+        return kv[0], kv[1]
 
-    def _reserve(self, keys: mx.array, values: mx.array, end: int) -> None:
-        capacity = 0 if self._keys is None else self._keys.shape[2]
+    def _reserve(self, kv: mx.array, end: int) -> None:
+        capacity = 0 if self._kv is None else self._kv.shape[3]
         if end <= capacity:
             return
         grown = -(-end // self.STEP) * self.STEP
-        pad = [(0, 0), (0, 0), (0, grown - self.offset), (0, 0)]
-        if self._keys is None:
-            shape = (*keys.shape[:2], grown)
-            self._keys = mx.zeros((*shape, keys.shape[3]), keys.dtype)
-            self._values = mx.zeros((*shape, values.shape[3]), values.dtype)
+        if self._kv is None:
+            self._kv = mx.zeros((*kv.shape[:3], grown, kv.shape[4]), kv.dtype)
         else:
-            self._keys = mx.pad(self._keys[:, :, : self.offset], pad)
-            self._values = mx.pad(self._values[:, :, : self.offset], pad)
+            self._kv = mx.pad(self._kv[:, :, :, : self.offset], [(0, 0)] * 3 + [(0, grown - self.offset), (0, 0)])
 
     def trim(self, count: int) -> None:
         """Forget the last `count` positions. Raises ValueError if there are fewer."""
@@ -62,8 +73,8 @@ class KVCache:
 
     @property
     def state(self) -> list[mx.array]:
-        """The buffers, for `mx.eval`; empty before the first update."""
-        return [] if self._keys is None else [self._keys, self._values]
+        """The buffer, for `mx.eval`; empty before the first update."""
+        return [] if self._kv is None else [self._kv]
 
 
 def check_start(cache: list[KVCache] | None, start_pos: int, n_layers: int) -> None:

@@ -8,6 +8,7 @@ import mlx.core as mx
 
 from mlx_llama3.cache import KVCache
 from mlx_llama3.model import Transformer
+from mlx_llama3.residual import plain
 from mlx_llama3.sampling import Sampler, top_logprobs
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def prefill(
             mx.clear_cache()
         if on_prefill is not None:
             on_prefill(done, len(ids))
-    return model.head(x[:, -1])
+    return model.head(plain(x)[:, -1])
 
 
 def decode(

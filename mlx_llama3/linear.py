@@ -31,6 +31,10 @@ class PackedLinear(nn.Module):
             outputs += mx.split(y, cuts, axis=-1) if cuts else [y]
         return outputs
 
+    def packed(self, x: mx.array) -> mx.array:
+        """The products with all matrices in one array, `(..., sum of out_i)`."""
+        return self.parts[0](x) if len(self.parts) == 1 else mx.concatenate([part(x) for part in self.parts], axis=-1)
+
 
 def row(matrix: nn.Module, index: int) -> mx.array:
     """One row `(in,)` of a matrix, dense or quantized, a `Linear` or an `Embedding`."""

@@ -8,8 +8,10 @@ import mlx.nn as nn
 
 from mlx_llama3.cache import KVCache, check_start
 from mlx_llama3.config import ModelArgs
+from mlx_llama3.kernels import REFERENCE, Kernels, rope_qkv, swiglu_qmv
 from mlx_llama3.linear import PackedLinear
-from mlx_llama3.rope import Freqs, Rope, rotate
+from mlx_llama3.residual import Residual
+from mlx_llama3.rope import Freqs, Rope
 
 
 class RMSNorm(nn.Module):
@@ -20,7 +22,9 @@ class RMSNorm(nn.Module):
         self.weight = mx.ones((dim,))
         self.eps = eps
 
-    def __call__(self, x: mx.array) -> mx.array:
+    def __call__(self, x: mx.array | Residual) -> mx.array:
+        if isinstance(x, Residual):
+            return x.normed(self.weight, self.eps)
         return mx.fast.rms_norm(x, self.weight, self.eps)
 
 
@@ -31,6 +35,7 @@ class Attention(nn.Module):
         super().__init__()
         self.n_heads, self.n_kv_heads, self.head_dim = args.n_heads, args.n_kv_heads, args.head_dim
         self.scale = args.head_dim**-0.5
+        self.fused = False
         q_rows, kv_rows = args.n_heads * args.head_dim, args.n_kv_heads * args.head_dim
         self.wqkv = PackedLinear([nn.Linear(args.dim, rows, bias=False) for rows in (q_rows, kv_rows, kv_rows)])
         self.wo = nn.Linear(q_rows, args.dim, bias=False)
@@ -39,22 +44,18 @@ class Attention(nn.Module):
         self, x: mx.array, start_pos: int, freqs: Freqs, mask: str | None, cache: KVCache | None = None
     ) -> mx.array:
         B, S, _ = x.shape
-        q, k, v = self.project(x, start_pos, freqs)
-        if cache is not None:
-            k, v = cache.update_and_fetch(k, v)  # (B, n_kv_heads, T, head_dim)
-        out = mx.fast.scaled_dot_product_attention(q, k, v, scale=self.scale, mask=mask)
+        q, kv = self.project(x, start_pos, freqs)
+        if cache is None:
+            out = mx.fast.scaled_dot_product_attention(q, kv[0], kv[1], scale=self.scale, mask=mask)
+        else:
+            out = cache.attend(q, kv, self.scale, mask)  # (B, n_heads, S, head_dim)
         return self.wo(out.transpose(0, 2, 1, 3).reshape(B, S, -1))
 
-    def project(self, x: mx.array, start_pos: int, freqs: Freqs) -> tuple[mx.array, mx.array, mx.array]:
-        """`(B, S, dim)`, normed -> queries `(B, n_heads, S, head_dim)` and keys, rotated; values, as the keys
-        `(B, n_kv_heads, S, head_dim)`."""
-        B, S, _ = x.shape
-        q, k, v = self.wqkv(x)  # (B, S, heads * head_dim)
-        q = q.reshape(B, S, self.n_heads, self.head_dim).transpose(0, 2, 1, 3)  # (B, n_heads, S, head_dim)
-        k = k.reshape(B, S, self.n_kv_heads, self.head_dim).transpose(0, 2, 1, 3)
-        v = v.reshape(B, S, self.n_kv_heads, self.head_dim).transpose(0, 2, 1, 3)
-        q, k = rotate(q, start_pos, freqs), rotate(k, start_pos, freqs)
-        return q, k, v
+    def project(self, x: mx.array, start_pos: int, freqs: Freqs) -> tuple[mx.array, mx.array]:
+        """`(B, S, dim)`, normed -> rotated queries `(B, n_heads, S, head_dim)`; rotated keys, and values,
+        `(2, B, n_kv_heads, S, head_dim)`."""
+        rotate = rope_qkv.fused if self.fused else rope_qkv.reference
+        return rotate(self.wqkv.packed(x), self.n_heads, self.n_kv_heads, start_pos, freqs)
 
 
 class FeedForward(nn.Module):
@@ -64,10 +65,11 @@ class FeedForward(nn.Module):
         super().__init__()
         self.w13 = PackedLinear([nn.Linear(args.dim, args.hidden_dim, bias=False) for _ in range(2)])
         self.w2 = nn.Linear(args.hidden_dim, args.dim, bias=False)
+        self.fused = False
 
     def __call__(self, x: mx.array) -> mx.array:
-        gate, up = self.w13(x)  # (B, S, hidden_dim)
-        return self.w2(gate * mx.sigmoid(gate) * up)
+        swiglu = swiglu_qmv.fused if self.fused else swiglu_qmv.reference
+        return self.w2(swiglu(self.w13, x))  # (B, S, hidden_dim) between
 
 
 class TransformerBlock(nn.Module):
@@ -100,6 +102,13 @@ class Transformer(nn.Module):
         if not args.tie_word_embeddings:
             self.output = nn.Linear(args.dim, args.vocab_size, bias=False)
         self.rope = Rope(args)
+        self.use(REFERENCE)
+
+    def use(self, kernels: Kernels) -> None:
+        """Have these fused kernels serve from now on, where shapes and types allow it."""
+        self.kernels = kernels
+        for layer in self.layers:
+            layer.attention.fused, layer.feed_forward.fused = kernels.rope_qkv, kernels.swiglu_qmv
 
     def __call__(self, tokens: mx.array, start_pos: int = 0, cache: list[KVCache] | None = None) -> mx.array:
         """Logits of the next token after each position.
@@ -117,8 +126,11 @@ class Transformer(nn.Module):
         """
         return self.head(self.residual(tokens, start_pos, cache))
 
-    def residual(self, tokens: mx.array, start_pos: int = 0, cache: list[KVCache] | None = None) -> mx.array:
-        """The residual stream after the last block, `(B, S, dim)`; arguments as in `__call__`."""
+    def residual(self, tokens: mx.array, start_pos: int = 0, cache: list[KVCache] | None = None) -> mx.array | Residual:
+        """The residual stream after the last block, `(B, S, dim)`; arguments as in `__call__`.
+
+        Where the fused add and norm serve, its last add waits for the head's norm; `plain` makes it an array.
+        """
         if tokens.ndim != 2:
             raise ValueError(f"tokens have shape {tokens.shape}, expected (batch, positions)")
         check_start(cache, start_pos, len(self.layers))
@@ -126,11 +138,13 @@ class Transformer(nn.Module):
         freqs = self.rope.frequencies(start_pos, length)
         mask = "causal" if length > 1 else None
         x = self.tok_embeddings(tokens)
+        if self.kernels.add_rms_norm:
+            x = Residual(x)
         for layer, entry in zip(self.layers, cache or [None] * len(self.layers), strict=True):
             x = layer(x, start_pos, freqs, mask, entry)
         return x
 
-    def head(self, x: mx.array) -> mx.array:
+    def head(self, x: mx.array | Residual) -> mx.array:
         """Final norm and head: `(..., dim)` of the residual stream -> logits `(..., vocab_size)`."""
         return self.unembed(self.norm(x))
 

@@ -54,7 +54,7 @@ def measure(cell: Cell) -> Measured:
     x, h = states["resid_pre"][layer], states["resid_mid"][layer]
     normed, ffn_normed = block.attention_norm(x), block.ffn_norm(h)
     freqs = model.rope.frequencies(position.index, 1)
-    q, k, v = block.attention.project(normed[None, None], position.index, freqs)
+    q, (k, v) = block.attention.project(normed[None, None], position.index, freqs)
     gate, up = block.feed_forward.w13(ffn_normed)
     found = neurons(position, layer, k=5)
     final = states["resid_post"][-1]

@@ -12,7 +12,7 @@ def attention_from(position: Position, layer: int) -> np.ndarray:
     block = position.model.layers[layer]
     x = block.attention_norm(position.states["resid_pre"][layer][None, None])  # (1, 1, dim)
     freqs = position.model.rope.frequencies(position.index, 1)
-    queries, _, _ = block.attention.project(x, position.index, freqs)
+    queries, _ = block.attention.project(x, position.index, freqs)
     keys, _ = position.cache[layer].fetch()
     return np.array(_pattern(block.attention, queries, keys)[0, :, 0])
 
@@ -21,8 +21,8 @@ def attention_pattern(model: Transformer, resid_pre: mx.array, layer: int) -> np
     """The whole causal pattern of a layer, float32 `(n_heads, T, T)`, from its input `resid_pre` `(T, dim)`."""
     block, length = model.layers[layer], resid_pre.shape[0]
     freqs = model.rope.frequencies(0, length)
-    queries, keys, _ = block.attention.project(block.attention_norm(resid_pre[None]), 0, freqs)
-    return np.array(_pattern(block.attention, queries, keys)[0])
+    queries, kv = block.attention.project(block.attention_norm(resid_pre[None]), 0, freqs)
+    return np.array(_pattern(block.attention, queries, kv[0])[0])
 
 
 def _pattern(attention: Attention, queries: mx.array, keys: mx.array) -> mx.array:

@@ -7,17 +7,17 @@ import pytest
 from mlx_llama3.cache import KVCache, check_start
 
 
-def block(start: int, length: int) -> tuple[mx.array, mx.array]:
-    """Keys and values `(1, 2, length, 4)` that tell their position."""
+def block(start: int, length: int) -> mx.array:
+    """Keys and values `(2, 1, 2, length, 4)` that tell their position."""
     positions = mx.arange(start, start + length, dtype=mx.float32)[None, None, :, None]
     keys = mx.broadcast_to(positions, (1, 2, length, 4))
-    return keys, keys + 0.5
+    return mx.stack([keys, keys + 0.5])
 
 
 def test_returns_everything_so_far_across_growth():
     cache, start = KVCache(), 0
     for length in (3, 1, 1, 300, 1, 256, 700):
-        keys, values = cache.update_and_fetch(*block(start, length))
+        keys, values = cache.update_and_fetch(block(start, length))
         start += length
         assert cache.offset == start
         expected_keys, expected_values = block(0, start)
@@ -29,16 +29,16 @@ def test_grows_in_steps_not_with_each_token():
     cache = KVCache()
     sizes = set()
     for i in range(600):
-        cache.update_and_fetch(*block(i, 1))
-        sizes.add(cache.state[0].shape[2])
+        cache.update_and_fetch(block(i, 1))
+        sizes.add(cache.state[0].shape[3])
     assert sizes == {256, 512, 768}
 
 
 def test_trim_then_overwrite():
     cache = KVCache()
-    cache.update_and_fetch(*block(0, 10))
+    cache.update_and_fetch(block(0, 10))
     cache.trim(4)
-    keys, _ = cache.update_and_fetch(*block(100, 2))
+    keys, _ = cache.update_and_fetch(block(100, 2))
     assert keys[0, 0, :, 0].tolist() == [0, 1, 2, 3, 4, 5, 100, 101]
     cache.trim(8)
     assert cache.offset == 0
@@ -51,7 +51,7 @@ def test_start_pos_must_be_where_the_cache_ends():
     cache = [KVCache(), KVCache()]
     check_start(cache, 0, 2)
     for entry in cache:
-        entry.update_and_fetch(*block(0, 5))
+        entry.update_and_fetch(block(0, 5))
     check_start(cache, 5, 2)
     with pytest.raises(ValueError, match="start_pos is 0 but the cache of layer 0 holds 5"):
         check_start(cache, 0, 2)

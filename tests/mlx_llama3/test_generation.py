@@ -98,8 +98,9 @@ def test_a_token_is_written_into_the_cache_in_place(tokenizer):
     mx.reset_peak_memory()
     before = mx.get_active_memory()
     assert len(list(steps)) == 19
-    assert cache[0].state[0].nbytes > 1_500_000  # what one copy would take
-    assert mx.get_peak_memory() - before < 1_000_000
+    one_copy = cache[0].state[0].nbytes
+    assert one_copy > 3_500_000  # far above what a step takes besides
+    assert mx.get_peak_memory() - before < one_copy
 
 
 def test_the_next_step_is_queued_before_this_one_is_read(talker, tokenizer):
