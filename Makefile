@@ -40,6 +40,7 @@ bench: .venv/installed-test
 	@$(BIN)/python benchmarks/startup.py
 	@$(BIN)/python benchmarks/side_by_side.py
 	@$(BIN)/python benchmarks/tracing.py
+	@$(BIN)/python benchmarks/speculative.py
 
 bench-convert: .venv/installed-test
 	@$(BIN)/python benchmarks/convert_memory.py $(ARGS)

@@ -5,7 +5,7 @@ import importlib.util
 import threading
 import webbrowser
 
-from app.options import positive
+from app.options import add_cache_options, add_draft_options, cache_settings, positive
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,6 +18,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the model to begin with: a folder, a hub id, or an alias such as llama3.2-1b (default: demo)",
     )
     parser.add_argument("--port", type=positive, metavar="N", help="default: the first free one from 7860 on")
+    add_draft_options(parser)
+    add_cache_options(parser)
     shown = parser.add_mutually_exclusive_group()
     shown.add_argument("--no-browser", action="store_true", help="only serve, and print the address")
     shown.add_argument("--window", action="store_true", help="a window of its own (pip install 'mlx-llama3[window]')")
@@ -25,13 +27,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve the page until Ctrl-C, or until its window is closed. Raises `UserError`."""
+    from app.drafts import asked_draft
     from app.ui.server import serving
     from mlx_llama3.errors import UserError
 
     if args.window and importlib.util.find_spec("webview") is None:
         raise UserError("--window needs pywebview: pip install 'mlx-llama3[window]', or leave --window out")
+    draft, kept = asked_draft(args), cache_settings(args)
     print("Starting ...", flush=True)
-    with serving(args.model, args.port) as address:
+    with serving(args.model, args.port, draft, kept) as address:
         print(f"mlx-llama3 is open at {address} (this machine only); Ctrl-C ends it", flush=True)
         if args.window:
             import webview

@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from app import conversation_file
 from app.chat_commands import NAMES, Exit, find_command
+from app.drafts import asked_draft
 from app.models import OpenModel, open_model
 from app.options import given_settings
 from app.plain import Plain
+from app.prompt_caches import adopt, asked_cache
 from app.stats import Meter, Stats
+from mlx_llama3.cache_settings import CacheSettings
 from mlx_llama3.conversation import Conversation
 from mlx_llama3.errors import UserError
 from mlx_llama3.generation import Step
@@ -33,9 +36,12 @@ def chat(args: argparse.Namespace, max_tokens: int) -> None:
     """
     settings = given_settings(args)
     saved = conversation_file.read(args.resume) if args.resume else None
+    draft, kept = asked_draft(args), asked_cache(args)
     opened = open_model(args.model)
     _check_chat(opened, args.system)
-    conversation = _conversation(opened, args, saved)
+    conversation = _conversation(opened, args, saved, kept)
+    adopt(args.prompt_cache, opened, conversation)
+    conversation.draft = draft and draft.open(opened)
     conversation.settings = {"max_tokens": max_tokens} | conversation.settings | settings
     Chat(opened.name, conversation, _screen()).run()
 
@@ -54,8 +60,10 @@ def _screen() -> Screen:
     return Terminal()
 
 
-def _conversation(opened: OpenModel, args: argparse.Namespace, saved: str | None) -> Conversation:
-    limits = {"overflow": args.overflow, "max_context": args.context}
+def _conversation(
+    opened: OpenModel, args: argparse.Namespace, saved: str | None, kept: CacheSettings
+) -> Conversation:
+    limits = {"overflow": args.overflow, "max_context": args.context, "cache_settings": kept}
     if saved is None:
         return Conversation(opened.model, opened.tokenizer, system=args.system, **limits)
     conversation = Conversation.from_json(saved, opened.model, opened.tokenizer, source=str(args.resume), **limits)
@@ -117,7 +125,7 @@ class Chat:
                 reason = "stopped"
             finally:
                 self.screen.end_answer()
-        self.last = meter.stats(self.conversation.fed)
+        self.last = meter.stats(self.conversation.fed, self.conversation.draft)
         self._explain_end(reason, said)
 
     def _explain_end(self, reason: str, said: str) -> None:

@@ -3,7 +3,15 @@
 import argparse
 from pathlib import Path
 
-from app.options import add_model_options, add_sampling_options
+from app.options import (
+    add_cache_options,
+    add_draft_options,
+    add_model_options,
+    add_prompt_cache_option,
+    add_sampling_options,
+    add_window_option,
+)
+from app.ranks import add_ranks_options
 
 MAX_TOKENS = 1024
 
@@ -23,6 +31,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="when the context is full: stop and say so, or leave out the oldest messages (default: stop)",
     )
     add_sampling_options(parser, max_tokens=MAX_TOKENS)
+    add_draft_options(parser)
+    add_cache_options(parser)
+    add_window_option(parser)
+    add_prompt_cache_option(parser)
+    add_ranks_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:

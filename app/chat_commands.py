@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from app import conversation_file
 from app.options import SETTINGS, check_settings
+from app.stats import cache_line
 from mlx_llama3.conversation import OVERFLOW_POLICIES, Conversation
 from mlx_llama3.errors import UserError
 from mlx_llama3.sampling import Sampling
@@ -82,6 +83,8 @@ def load(chat: "Chat", argument: str) -> None:
         source=str(path),
         overflow=old.overflow,
         max_context=old.capacity,
+        draft=old.draft,
+        cache_settings=old.cache_settings,
     )
     chat.conversation.settings = {"max_tokens": old.settings.get("max_tokens")} | chat.conversation.settings
     chat.screen.show(f"loaded {len(chat.conversation.messages)} messages from {path}; {_use(chat.conversation)}")
@@ -107,7 +110,8 @@ def stats(chat: "Chat", _argument: str) -> None:
     """Show the speed of the last answer and the memory."""
     if chat.last is None:
         raise UserError("there is no answer yet to measure")
-    chat.screen.show(chat.last.lines())
+    cache = cache_line(chat.conversation.cache, chat.conversation.cache_settings)
+    chat.screen.show(f"{chat.last.lines()}\n{cache}")
 
 
 def context(chat: "Chat", _argument: str) -> None:

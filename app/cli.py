@@ -12,15 +12,20 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, NoReturn
 
+from app.ranks import in_front, quiet_unless_in_front
+
 # Subcommand: the module with its add_arguments(parser) and run(args), and its line in --help.
 COMMANDS = {
     "chat": ("app.chat_command", "talk with a model in the terminal"),
     "generate": ("app.generate_command", "answer one prompt and end"),
+    "cache": ("app.cache_command", "read a long text once and keep what the model remembers in a file"),
     "trace": ("app.trace_command", "write what a model does inside to a file, or show such a file"),
     "app": ("app.app_command", "open the desktop UI: chat, and look inside while the model speaks"),
     "convert": ("convert.arguments", "turn a published checkpoint into a model folder"),
     "verify": ("convert.verify_command", "prove that a converted folder is what its source means"),
     "perplexity": ("convert.perplexity_command", "how well a model predicts a text"),
+    "doctor": ("app.doctor_command", "show the machine, the memory and which kernels serve a model"),
+    "bench": ("app.bench_command", "measure how fast a model reads and writes here"),
 }
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
@@ -65,7 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
     command = next((word for word in argv if not word.startswith("-")), None)
     try:
-        args = build_parser(command).parse_args(argv)
+        with quiet_unless_in_front():
+            args = build_parser(command).parse_args(argv)
     except SystemExit as done:
         return int(done.code or 0)
     try:
@@ -96,7 +102,8 @@ def _run(args: argparse.Namespace) -> int:
     # A terminal in another encoding shows what it can instead of failing in the middle of an answer.
     sys.stdout.reconfigure(errors="replace")
     try:
-        code = import_module(COMMANDS[args.command][0]).run(args)
+        with in_front(args) as here:
+            code = import_module(COMMANDS[args.command][0]).run(args) if here else 0
         sys.stdout.flush()
         return code or 0
     except UserError as error:

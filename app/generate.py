@@ -5,28 +5,34 @@ import json
 import sys
 from typing import Any
 
+from app.drafts import asked_draft
 from app.models import OpenModel, open_model
 from app.options import given_settings
 from app.prompt import prompt_ids, prompt_messages, room_for_answer
-from app.stats import Meter, Stats
+from app.prompt_caches import asked_cache, open_cache, tell_use
+from app.stats import Meter, Stats, cache_line
 from mlx_llama3.errors import UserError
 from mlx_llama3.generation import Step, generate
+from mlx_llama3.prefix_cache import PrefixCache
 from mlx_llama3.trace.edits import edited
 
 
 def answer(args: argparse.Namespace, max_tokens: int) -> None:
     """Answer what the options of `generate_command` ask. What can be refused without the model is refused before it."""
     settings = {"max_tokens": max_tokens} | given_settings(args) | _logprobs(args)
-    messages = prompt_messages(args)
+    messages, draft, kept = prompt_messages(args), asked_draft(args), asked_cache(args)
     opened = open_model(args.model)
     opened = opened._replace(model=edited(opened.model, args.scale))
     ids = prompt_ids(args, messages, opened.tokenizer)
     settings["max_tokens"] = min(settings["max_tokens"], room_for_answer(opened.model, ids, args.context))
-    steps, stats = _answer(opened, ids, settings, show=not args.json)
+    settings["draft"] = draft and draft.open(opened)
+    held = open_cache(args.prompt_cache, kept, opened, messages)
+    tell_use(args.prompt_cache, held, ids)
+    steps, stats = _answer(opened, ids, held, settings, show=not args.json)
     if args.json:
         print(json.dumps(_as_object(ids, steps, stats), ensure_ascii=False))
     if args.verbose:
-        print(stats.lines(), file=sys.stderr)
+        print(stats.lines(), cache_line(held.layers, held.settings), sep="\n", file=sys.stderr)
 
 
 def _logprobs(args: argparse.Namespace) -> dict[str, int]:
@@ -37,17 +43,21 @@ def _logprobs(args: argparse.Namespace) -> dict[str, int]:
     return {"logprobs": args.logprobs}
 
 
-def _answer(opened: OpenModel, ids: list[int], settings: dict[str, Any], *, show: bool) -> tuple[list[Step], Stats]:
+def _answer(
+    opened: OpenModel, ids: list[int], held: PrefixCache, settings: dict[str, Any], *, show: bool
+) -> tuple[list[Step], Stats]:
     """All steps and their speed; the text is printed on the way if it is to be shown."""
+    new = held.reuse(ids)
+    context = {"cache": held.layers, "history": held.ids}
     meter, steps = Meter(), []
-    for step in generate(opened.model, opened.tokenizer, ids, **settings):
+    for step in generate(opened.model, opened.tokenizer, new, **context, **settings):
         meter.tick()
         steps.append(step)
         if show:
             print(step.text, end="", flush=True)
     if show:
         print()
-    return steps, meter.stats(len(ids))
+    return steps, meter.stats(len(new), settings["draft"])
 
 
 def _as_object(ids: list[int], steps: list[Step], stats: Stats) -> dict[str, Any]:
@@ -56,7 +66,7 @@ def _as_object(ids: list[int], steps: list[Step], stats: Stats) -> dict[str, Any
         "ids": [step.token for step in steps],
         "prompt_ids": ids,
         "finish_reason": steps[-1].finish_reason,
-        "stats": stats._asdict(),
+        "stats": stats.as_object(),
     }
     if steps[0].logprob is not None:
         result["logprobs"] = [

@@ -3,8 +3,17 @@
 import argparse
 
 from app.edit_options import add_edit_options
-from app.options import add_model_options, add_sampling_options, whole
+from app.options import (
+    add_cache_options,
+    add_draft_options,
+    add_model_options,
+    add_prompt_cache_option,
+    add_sampling_options,
+    add_window_option,
+    whole,
+)
 from app.prompt import add_prompt_options
+from app.ranks import add_ranks_options
 
 MAX_TOKENS = 256
 
@@ -16,6 +25,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_prompt_options(parser)
     add_sampling_options(parser, max_tokens=MAX_TOKENS)
     add_edit_options(parser)
+    add_draft_options(parser)
+    add_cache_options(parser)
+    add_window_option(parser)
+    add_prompt_cache_option(parser)
+    add_ranks_options(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object when the answer is complete")
     parser.add_argument(
         "--logprobs",

@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 from convert.demo import demo_model
 from mlx_llama3.api import load_folder
-from mlx_llama3.hub import DEMO, resolve
+from mlx_llama3.hub import DEMO, demo_folder, resolve
 from mlx_llama3.model import Transformer
+from mlx_llama3.parallel.leader import leader
 from mlx_llama3.tokenizer import Tokenizer
 
 
@@ -24,7 +25,7 @@ class OpenModel(NamedTuple):
 def open_model(name: str) -> OpenModel:
     """Fetch what is missing and load. Raises `UserError` in all the ways in which a model can be absent or broken."""
     title, folder = find_model(name)
-    with _told(f"Loading {title} ..."):
+    with told(f"Loading {title} ..."):
         return load_found(title, folder)
 
 
@@ -36,12 +37,15 @@ def find_model(name: str, on_progress: Callable[[int, int], None] | None = None)
 
 
 def load_found(title: str, folder: Path) -> OpenModel:
-    """Load the model of a folder. Raises `UserError` if it is broken or too large for the memory."""
-    return OpenModel(title, *load_folder(folder))
+    """Load the model of a folder, or this rank's part of it. Raises `UserError` if it is broken or too large."""
+    lead = leader()
+    if lead is None:
+        return OpenModel(title, *load_folder(folder))
+    return OpenModel(title, *lead.load(DEMO if folder == demo_folder() else title, folder))
 
 
 @contextmanager
-def _told(what: str) -> Iterator[None]:
+def told(what: str) -> Iterator[None]:
     """Show a line while something takes its time; only on a terminal, where it can be wiped again."""
     if not sys.stderr.isatty():
         yield

@@ -6,7 +6,11 @@ One table, `SETTINGS`, serves the command line (`--top-k 40`) and the chat (`/se
 import argparse
 from collections.abc import Callable, Mapping
 from dataclasses import fields
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from mlx_llama3.cache_settings import CacheSettings
 
 
 def number(text: str) -> float:
@@ -94,6 +98,57 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--context", type=positive, metavar="N", help="use at most N tokens of context (default: the model's own)"
     )
     parser.add_argument("--system", type=utf8, metavar="TEXT", help="the system prompt")
+
+
+def add_draft_options(parser: argparse.ArgumentParser) -> None:
+    """`--draft`, `--draft-tokens`; `app.drafts` reads them."""
+    parser.add_argument(
+        "--draft",
+        metavar="NAME",
+        help="answer faster, with the same tokens: a smaller model of the same family drafts them, or ngram, which "
+        "looks up what the text said before; it pauses where it does not pay",
+    )
+    parser.add_argument(
+        "--draft-tokens", type=positive, metavar="N", help="draft at most N at a time (default: 4, with ngram 6)"
+    )
+
+
+def add_cache_options(parser: argparse.ArgumentParser) -> None:
+    """`--kv-bits`; `cache_settings` reads it."""
+    parser.add_argument(
+        "--kv-bits",
+        type=int,
+        choices=(4, 8),
+        help="remember in less memory: keys in 8 bits, values in 4 or 8 (default: both as the model computes them)",
+    )
+
+
+def add_window_option(parser: argparse.ArgumentParser) -> None:
+    """`--max-kv-size`; `cache_settings` reads it."""
+    parser.add_argument(
+        "--max-kv-size",
+        type=positive,
+        metavar="N",
+        help="remember N tokens at most: the system prompt and the last ones (default: all)",
+    )
+
+
+def add_prompt_cache_option(parser: argparse.ArgumentParser) -> None:
+    """`--prompt-cache`."""
+    parser.add_argument(
+        "--prompt-cache",
+        type=Path,
+        metavar="FILE",
+        help="do not read again what the prompt has in common with this file, which mlx-llama3 cache wrote",
+    )
+
+
+def cache_settings(args: argparse.Namespace) -> "CacheSettings":
+    """How the command line wants the model to remember. Raises `UserError` for what does not go together."""
+    from mlx_llama3.cache_settings import CacheSettings  # here, because --help must not import MLX
+
+    names = {each.name for each in fields(CacheSettings)}
+    return CacheSettings(**{name: value for name, value in vars(args).items() if name in names and value is not None})
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:

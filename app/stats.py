@@ -1,9 +1,23 @@
 """How fast an answer came."""
 
+from collections.abc import Sequence
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
+
+from mlx_llama3.cache import KVCache
+from mlx_llama3.cache_settings import CacheSettings
+from mlx_llama3.speculative import Speculation
+
+
+class DraftStats(NamedTuple):
+    """Of one answer: drafted tokens, those that were right and their share, and tokens that came without a draft."""
+
+    proposed: int
+    accepted: int
+    acceptance: float
+    undrafted: int
 
 
 class Stats(NamedTuple):
@@ -14,14 +28,34 @@ class Stats(NamedTuple):
     generation_tokens: int
     generation_tps: float
     peak_memory_gb: float
+    draft: DraftStats | None = None
 
     def lines(self) -> str:
-        """Three lines for people."""
-        return (
+        """Three lines for people, or four."""
+        lines = (
             f"prompt: {self.prompt_tokens} tokens, {self.prompt_tps:.1f} tokens/s\n"
             f"answer: {self.generation_tokens} tokens, {self.generation_tps:.1f} tokens/s\n"
             f"peak memory: {self.peak_memory_gb:.2f} GB"
         )
+        if self.draft is None:
+            return lines
+        return (
+            f"{lines}\ndrafts: {self.draft.accepted} of {self.draft.proposed} tokens right "
+            f"({self.draft.acceptance:.0%}), {self.draft.undrafted} tokens without a draft"
+        )
+
+    def as_object(self) -> dict[str, Any]:
+        """For JSON; `draft` only where answers are drafted."""
+        fields = self._asdict()
+        draft = fields.pop("draft")
+        return fields if draft is None else fields | {"draft": draft._asdict()}
+
+
+def cache_line(layers: Sequence[KVCache], settings: CacheSettings) -> str:
+    """What a cache holds and the memory that it has taken for it, for people."""
+    taken = sum(array.nbytes for layer in layers for array in layer.state)
+    kind = f" (keys in 8 bits, values in {settings.kv_bits})" if settings.kv_bits else ""
+    return f"cache: {layers[0].offset} tokens in {taken / 1e6:.1f} MB{kind}"
 
 
 class Meter:
@@ -38,14 +72,18 @@ class Meter:
             self._first = self._last
         self._count += 1
 
-    def stats(self, prompt_tokens: int) -> Stats:
-        """Speeds so far: the first token ends the time of the prompt; 0 where nothing was timed."""
+    def stats(self, prompt_tokens: int, draft: Speculation | None = None) -> Stats:
+        """Speeds so far: the first token ends the time of the prompt; 0 where nothing was timed.
+
+        draft: what drafted the answer.
+        """
         return Stats(
             prompt_tokens,
             _rate(prompt_tokens if self._count else 0, self._first - self._start),
             self._count,
             _rate(self._count - 1, self._last - self._first),
             round(mx.get_peak_memory() / 1e9, 3),
+            draft and DraftStats(draft.proposed, draft.accepted, round(draft.acceptance, 3), draft.plain),
         )
 
 

@@ -34,7 +34,7 @@ from torch_zip import contiguous, table, tensor  # noqa: E402
 LIMIT_MB = 1024
 WIDTHS_8B = {"dim": 4096, "n_heads": 32, "n_kv_heads": 8, "ffn_dim_multiplier": 1.3, "multiple_of": 1024}
 WIDTHS_405B = {"dim": 16384, "n_heads": 128, "n_kv_heads": 8, "ffn_dim_multiplier": 1.2, "multiple_of": 4096}
-HIDDEN = {4096: 14336, 16384: 53248}
+HIDDEN = {2048: 8192, 4096: 14336, 16384: 53248}
 COMMON = {"vocab_size": 128256, "norm_eps": 1e-05, "rope_theta": 500000.0, "use_scaled_rope": True}
 # One block of small random bfloat16 numbers, written again and again: what the numbers are costs nothing.
 BLOCK = (np.random.default_rng(0).normal(0, 0.02, 1 << 24).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)

@@ -1,97 +1,125 @@
-"""Prompt and decode speed of this project beside mlx-lm, on the same folder and machine in one run.
+"""This project beside mlx-lm, llama.cpp and transformers, on the same weights and machine in one run.
 
-    python benchmarks/side_by_side.py [--model FOLDER] [--rounds 3] [--prompt 256] [--tokens 32]
+    python benchmarks/side_by_side.py [--rounds 3] [--layers 4] [--quick] [--json FILE] [--plot FOLDER]
 
-Each measurement is a process of its own (a BLAS loaded for one would serve the other too); the two alternate, the
-order turns with each round, medians and their ratio are printed, and as JSON in the last line.
+Two models: the demo model (4 bits a weight on disk), and 1B's widths with random weights and some layers. Each engine
+is measured in processes of its own; they take turns, the order turns with each round, and medians and their ratios are
+printed. What takes an engine longer than `SLOW` seconds is measured once. An engine that is not installed is left out,
+and said so.
 """
 
 import argparse
 import json
-import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
+from typing import Any
 
-ENGINES = ("mlx-llama3", "mlx-lm")
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
+import bench_models  # noqa: E402
 
-def ours(folder: str, prompt: list[int], count: int) -> Iterator[int]:
-    """Tokens of this project's `generate`, greedy, through stop ids."""
-    import mlx_llama3
-
-    model, tokenizer = mlx_llama3.load(folder)
-    ban = {token: float("-inf") for token in tokenizer.stop_ids}
-    yield -1  # loaded
-    for step in mlx_llama3.generate(model, tokenizer, prompt, max_tokens=count, logit_bias=ban):
-        yield step.token
-
-
-def theirs(folder: str, prompt: list[int], count: int) -> Iterator[int]:
-    """Tokens of mlx-lm's `generate_step`, greedy, through stop ids."""
-    from pathlib import Path
-
-    import mlx.core as mx
-    from mlx_lm.generate import generate_step
-    from mlx_lm.utils import load_model
-
-    model, _ = load_model(Path(folder))
-    if mx.default_device() == mx.cpu:
-        model.set_dtype(mx.float32)  # as stored, in float16, it would be about a hundred times slower there
-    mx.eval(model.parameters())
-    yield -1  # loaded
-    for token, _ in generate_step(mx.array(prompt), model, max_tokens=count):
-        yield int(token)
-
-
-def measure(engine: str, folder: str, length: int, count: int) -> dict[str, float]:
-    """One run: prompt tokens/s to the first token, and tokens/s after it."""
-    prompt = [100 + 7 * i % 10000 for i in range(length)]
-    stream = (ours if engine == ENGINES[0] else theirs)(folder, prompt, count)
-    next(stream)
-    begin = time.perf_counter()
-    next(stream)
-    first = time.perf_counter()
-    decoded = sum(1 for _ in stream)
-    end = time.perf_counter()
-    return {"prefill": length / (first - begin), "decode": decoded / (end - first)}
+PACKAGES = {"mlx-llama3": "mlx", "mlx-lm": "mlx_lm", "llama.cpp": "llama_cpp", "transformers": "torch"}
+US = "mlx-llama3"
+PREFILL, DECODE, TOKENS = (64, 512, 2048), (64, 1024, 4096), 16
+# mlx-lm's prompts take minutes on a CPU; its speed hardly depends on the length.
+SLOW_ENGINES, SLOW_PREFILL = ("mlx-lm",), (64, 512)
 
 
 def main() -> None:
+    options = _options()
+    engines = [engine for engine, package in PACKAGES.items() if find_spec(package)]
+    for engine in PACKAGES.keys() - set(engines):
+        print(f"{engine} is not installed and left out", file=sys.stderr)
+    models = {"demo model, 135M": bench_models.demo()}
+    if options.layers:
+        models[f"1B's widths, {options.layers} layers"] = bench_models.random_1b(options.layers)
+    found: dict[str, Any] = {}
+    for title, forms in models.items():
+        readings = rounds(forms, engines, options.rounds, options.quick)
+        found[title] = summary(readings)
+        print("\n".join(table(title, found[title])), flush=True)
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+    print(json.dumps(found))
+    if options.plot:
+        from plots import plot
+
+        for path in plot(found, options.plot):
+            print(path)
+
+
+def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="a model folder; default: the demo model")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--prompt", type=int, default=256, help="prompt tokens")
-    parser.add_argument("--tokens", type=int, default=32, help="decoded tokens")
-    parser.add_argument("--worker", choices=ENGINES, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.worker:
-        print(json.dumps(measure(options.worker, options.model, options.prompt, options.tokens)))
-        return
-    if options.model is None:
-        from convert.demo import demo_model
-
-        options.model = str(demo_model())
-    results: dict[str, list[dict[str, float]]] = {engine: [] for engine in ENGINES}
-    for round_number in range(options.rounds):
-        for engine in ENGINES if round_number % 2 == 0 else reversed(ENGINES):
-            command = [sys.executable, __file__, "--worker", engine, "--model", options.model]
-            command += ["--prompt", str(options.prompt), "--tokens", str(options.tokens)]
-            run = subprocess.run(command, capture_output=True, text=True, check=True)
-            results[engine].append(json.loads(run.stdout.splitlines()[-1]))
-    report(results)
+    parser.add_argument("--layers", type=int, default=4, help="of the model with 1B's widths; 0 leaves it out")
+    parser.add_argument("--quick", action="store_true", help="short prompts and contexts only")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all readings' medians there")
+    parser.add_argument("--plot", type=Path, metavar="FOLDER", help="draw how cost grows, as PNG files")
+    return parser.parse_args()
 
 
-def report(results: dict[str, list[dict[str, float]]]) -> None:
-    """The table, and the same as one line of JSON."""
-    summary: dict[str, dict[str, float]] = {}
-    print(f"{'tokens/s':10}" + "".join(f"{engine:>14}" for engine in ENGINES) + f"{'ratio':>10}")
-    for what in ("prefill", "decode"):
-        medians = {engine: statistics.median(run[what] for run in results[engine]) for engine in ENGINES}
-        summary[what] = medians | {"ratio": medians[ENGINES[0]] / medians[ENGINES[1]]}
-        print(f"{what:10}" + "".join(f"{medians[e]:14.1f}" for e in ENGINES) + f"{summary[what]['ratio']:10.1f}")
-    print(json.dumps(summary))
+def rounds(forms: dict[str, Path], engines: list[str], count: int, quick: bool) -> dict[str, list[dict[str, Any]]]:
+    """Each engine's readings, a round each."""
+    readings: dict[str, list[dict[str, Any]]] = {engine: [] for engine in engines}
+    for number in range(count):
+        for engine in engines if number % 2 == 0 else engines[::-1]:
+            slow = engine in SLOW_ENGINES
+            plan = {
+                "prefill": PREFILL[:1] if quick or (slow and number) else SLOW_PREFILL if slow else PREFILL,
+                "decode": DECODE[:1] if quick else DECODE,
+                "tokens": TOKENS,
+            }
+            print(f"round {number + 1}: {engine}", file=sys.stderr, flush=True)
+            readings[engine].append(_worker(engine, bench_models.for_engine(forms, engine), plan))
+    return readings
+
+
+def _worker(engine: str, path: Path, plan: dict[str, Any]) -> dict[str, Any]:
+    command = [sys.executable, str(ROOT / "benchmarks" / "engines.py"), engine, str(path), json.dumps(plan)]
+    run = subprocess.run([*command, str(time.time())], cwd=ROOT, capture_output=True, text=True)
+    if run.returncode:
+        raise SystemExit(f"{engine} failed:\n{run.stderr}")
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+def summary(readings: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, float]]:
+    """Each engine's medians: "load", "first" (s), "peak" (bytes), "prefill 64", "decode 1024" (tokens/s)."""
+    found: dict[str, dict[str, float]] = {}
+    for engine, each in readings.items():
+        flat = [
+            {key: one[key] for key in ("load", "first", "peak")}
+            | {f"{what} {size}": rate for what in ("prefill", "decode") for size, rate in one[what].items()}
+            for one in each
+        ]
+        keys = dict.fromkeys(key for one in flat for key in one)
+        found[engine] = {key: median(one[key] for one in flat if key in one) for key in keys}
+    return found
+
+
+def table(title: str, found: dict[str, dict[str, float]]) -> list[str]:
+    """A line a figure, a column an engine, with how many times as well this project does."""
+    lines = [f"{title}", f"{'':24}" + "".join(f"{engine:>22}" for engine in found)]
+    for key in dict.fromkeys(key for each in found.values() for key in each):
+        cells = [_cell(key, each.get(key), found[US].get(key)) for each in found.values()]
+        name = {"load": "load, s", "first": "first token, s", "peak": "peak memory, MB"}.get(key, f"{key}, tokens/s")
+        lines.append(f"{name:24}" + "".join(f"{cell:>22}" for cell in cells))
+    return lines
+
+
+def _cell(key: str, value: float | None, ours: float | None) -> str:
+    if value is None:
+        return "-"
+    seconds = key in ("load", "first")
+    shown = f"{value / 1e6:.0f}" if key == "peak" else f"{value:.2f}" if seconds else f"{value:.1f}"
+    if ours is None or value == ours:
+        return shown
+    ratio = value / ours if key == "peak" or seconds else ours / value
+    return f"{shown} ({ratio:.2f}x)"
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from mlx_llama3.blas import use_openblas
 
 if TYPE_CHECKING:
-    from mlx_llama3.api import load
+    from mlx_llama3.api import load, load_draft
     from mlx_llama3.conversation import Conversation
     from mlx_llama3.errors import UserError
     from mlx_llama3.generation import Step, generate
@@ -21,7 +21,17 @@ if TYPE_CHECKING:
     from mlx_llama3.tokenizer import load_tokenizer
 
 __version__ = "0.1.0"
-__all__ = ["Conversation", "Sampling", "Step", "UserError", "generate", "load", "load_model", "load_tokenizer"]
+__all__ = [
+    "Conversation",
+    "Sampling",
+    "Step",
+    "UserError",
+    "generate",
+    "load",
+    "load_draft",
+    "load_model",
+    "load_tokenizer",
+]
 
 use_openblas()  # before anything imports mlx.core
 
@@ -33,6 +43,7 @@ _HOMES = {
     "UserError": "errors",
     "generate": "generation",
     "load": "api",
+    "load_draft": "api",
     "load_model": "loading",
     "load_tokenizer": "tokenizer",
 }

@@ -4,6 +4,8 @@ import copy
 
 import mlx.core as mx
 
+from mlx_llama3.cpu_attention import attend
+
 
 class KVCache:
     """Keys and values of one layer, in a buffer that grows by `STEP` positions and is written in place.
@@ -31,7 +33,7 @@ class KVCache:
             `(B, n_heads, S, head_dim)`.
         """
         keys, values = self.update_and_fetch(kv)
-        return mx.fast.scaled_dot_product_attention(q, keys, values, scale=scale, mask=mask)
+        return attend(q, keys, values, scale, mask)
 
     def update_and_fetch(self, kv: mx.array) -> tuple[mx.array, mx.array]:
         """Append `(2, B, n_kv_heads, S, head_dim)`; return all keys and values so far, as `fetch` does."""
@@ -43,8 +45,8 @@ class KVCache:
 
     def fetch(self) -> tuple[mx.array, mx.array]:
         """All keys and values so far, `(B, n_kv_heads, offset, head_dim)` each."""
-        kv = self._kv[:, :, :, : self.offset]
-        return kv[0], kv[1]
+        # Slices: an index alone would gather, which copies.
+        return self._kv[0, :, :, : self.offset], self._kv[1, :, :, : self.offset]
 
     def _reserve(self, kv: mx.array, end: int) -> None:
         capacity = 0 if self._kv is None else self._kv.shape[3]
@@ -62,12 +64,35 @@ class KVCache:
             raise ValueError(f"cannot trim {count} positions of a cache that holds {self.offset}")
         self.offset -= count
 
+    def positions(self, length: int) -> int | mx.array:
+        """Of the first of `length` new tokens; an array `(B,)` where each row of a batch has its own."""
+        return self.offset
+
+    @property
+    def complete(self) -> bool:
+        """Whether every position so far is held; a cache with a window loses some."""
+        return True
+
+    def reach(self, length: int) -> int:
+        """The most positions, at most `length`, that `trim` can go back to."""
+        return min(length, self.offset)
+
+    def tensors(self) -> dict[str, mx.array]:
+        """What is held, by name, cut to what is used, for a file; nothing if the cache is empty."""
+        return {} if self._kv is None else {"kv": self._kv[:, :, :, : self.offset]}
+
+    def restore(self, tensors: dict[str, mx.array], offset: int) -> None:
+        """Fill an empty cache with what `tensors` gave when it held `offset` positions. They need not be read yet."""
+        self._kv, self.offset = tensors.get("kv"), offset
+
     def prefix(self, count: int) -> "KVCache":
         """A cache of the first `count` positions, to go on from without changing this one.
 
         It shares the buffers until one of the two is written to, which copies them.
         """
         twin = copy.copy(self)
+        if self._kv is not None:
+            twin._kv = self._kv[...]  # an array of its own over the same buffer: `a[...] = b` changes what `a` is
         twin.trim(self.offset - count)
         return twin
 

@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from mlx_llama3 import config as configuration
 from mlx_llama3.errors import UserError
-from mlx_llama3.shapes import expected_shapes
+from mlx_llama3.shapes import count_weights, expected_shapes
 
 
 class CheckpointError(UserError):
@@ -89,6 +89,25 @@ class Checkpoint:
         """Bytes of all weights with `dtype` for all that is floating; what is packed stays packed."""
         return sum(w.size * (dtype if _is_floating(w) else w.dtype).size for w in self.weights.values())
 
+    @property
+    def n_weights(self) -> int:
+        """Numbers in all weights, quantized ones unpacked."""
+        return count_weights(self.args)
+
+    def check_finite(self) -> None:
+        """Raise CheckpointError naming the first tensor with NaN or infinity; a sum finds them in one read."""
+        floats = {name: w for name, w in self.weights.items() if _is_floating(w)}
+        # float16 sums overflow, and on the CPU 16-bit reductions are slow.
+        sums = [mx.sum(w.astype(mx.float32)) for w in floats.values()]
+        finite = mx.isfinite(mx.stack(sums)).tolist()
+        for name, ok in zip(floats, finite, strict=True):
+            if not ok:
+                raise not_finite(self.folder, name)
+
+    def take(self, key: str) -> mx.array:
+        """A tensor, which is then no longer kept here."""
+        return self.weights.pop(key)
+
     def _check_shapes(self) -> None:
         unknown = set(self.weights)
         if self.args.n_layers > len(unknown):  # before a list of all of them is made, which may not end
@@ -116,6 +135,11 @@ class Checkpoint:
             kind = str(tensor.dtype).removeprefix("mlx.core.")
             expected = "packed integers" if packed else "float16, bfloat16 or float32"
             raise CheckpointError(f"{self.folder}: tensor {key} is {kind}; expected {expected}")
+
+
+def not_finite(folder: Path, key: str) -> CheckpointError:
+    """The error for a tensor with NaN or infinity."""
+    return CheckpointError(f"{folder}: tensor {key} holds NaN or infinity; download or convert the model again")
 
 
 def _is_floating(tensor: mx.array) -> bool:
@@ -155,7 +179,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
 def _read_weights(folder: Path) -> dict[str, mx.array]:
     """All tensors, lazily: nothing but headers is read yet. Other sets of weights in the folder are left alone."""
     weights: dict[str, mx.array] = {}
-    for path in _weight_files(folder):
+    for path in weight_files(folder):
         try:
             tensors = mx.load(str(path))
         except RuntimeError as error:
@@ -168,7 +192,8 @@ def _read_weights(folder: Path) -> dict[str, mx.array]:
     return {name: w for name, w in weights.items() if not name.endswith("rotary_emb.inv_freq")}
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
+    """The files of a model folder that hold its weights; `CheckpointError` if there are none, or one is missing."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
         names = configuration.read_json(index).get("weight_map")

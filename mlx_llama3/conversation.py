@@ -9,10 +9,13 @@ from typing import Any
 
 from mlx_llama3 import saved_conversation
 from mlx_llama3.cache import KVCache
+from mlx_llama3.cache_settings import DEFAULT, CacheSettings
 from mlx_llama3.errors import UserError
 from mlx_llama3.generation import Step, generate
 from mlx_llama3.model import Transformer
 from mlx_llama3.prefix_cache import PrefixCache
+from mlx_llama3.prompt_head import keep_head
+from mlx_llama3.speculative import Speculation
 from mlx_llama3.tokenizer import Tokenizer
 
 OVERFLOW_POLICIES = ("stop", "roll")
@@ -54,10 +57,12 @@ class Conversation:
     turns, keeping the system prompt, down to half of the context, so that it does not happen at every turn.
     max_context: tokens to use at most; by default all that the model was trained for.
     settings: options of `generate` that hold for every turn; `send(text, **options)` overrides them.
+    cache_settings: how the positions so far are kept.
+    draft: from `load_draft`, this conversation's own: what drafts the replies.
 
     `dropped` is the number of messages that the last `send` left out, `fed` that of the tokens it had to feed, the last
     of `prompt_ids`: all ids before its reply.
-    Raises `UserError` for an unknown policy and for a context that is longer than the model's.
+    Raises `UserError` for an unknown policy, a context that is longer than the model's, a cache that it cannot have.
     """
 
     def __init__(
@@ -69,6 +74,8 @@ class Conversation:
         overflow: str = "stop",
         max_context: int | None = None,
         settings: Mapping[str, Any] | None = None,
+        cache_settings: CacheSettings = DEFAULT,
+        draft: Speculation | None = None,
     ) -> None:
         if overflow not in OVERFLOW_POLICIES:
             raise UserError(f"overflow is {overflow!r}; it must be one of {', '.join(OVERFLOW_POLICIES)}")
@@ -77,12 +84,14 @@ class Conversation:
         self.overflow = overflow
         self.capacity = context_capacity(model, max_context)
         self.settings = dict(settings or {})
+        self.draft = draft
         self.dropped = 0
         self.fed = 0
         self.prompt_ids: list[int] = []
         self._system = system
         self._turns: list[Turn] = []
-        self._cache = PrefixCache(model)
+        self.cache_settings = cache_settings
+        self._cache = self._new_cache()
         self._stream: Iterator[Step] | None = None
 
     @property
@@ -117,6 +126,8 @@ class Conversation:
         try:
             self._prompt([], "?")  # a template may take no system prompt, which the next message would tell too late
             self._turns = self._from_start(self._turns)
+            if self.cache_settings.max_kv_size is not None:
+                self._cache = self._new_cache()
         except UserError:
             self._system = before
             raise
@@ -153,10 +164,16 @@ class Conversation:
         self._settle()
         self._turns = []
 
+    def adopt(self, held: PrefixCache) -> None:
+        """Go on with a cache that was filled elsewhere (`prompt_cache.load`), as far as its ids are those here."""
+        self._settle()
+        self._cache, self.cache_settings = held, held.settings
+
     def use(self, model: Transformer) -> None:
         """Go on under another model with the same tokenizer, as what-if edits make it; the cache is filled anew."""
         self._settle()
-        self.model, self._cache = model, PrefixCache(model)
+        self.model = model
+        self._cache = self._new_cache()
 
     def cut_cache(self, length: int) -> None:
         """Forget what the cache holds from position `length` on, so that the next answer feeds (and traces) it."""
@@ -183,6 +200,10 @@ class Conversation:
             prompt = conversation._prompt(conversation._turns, user)
             conversation._turns.append(Turn(user, prompt, tokenizer.encode(reply), reply))
         return conversation
+
+    def _new_cache(self) -> PrefixCache:
+        """An empty cache; if it has a window, the system prompt never leaves it."""
+        return PrefixCache(self.model, keep_head(self.cache_settings, self.tokenizer, self._system))
 
     def _messages(self, turns: Sequence[Turn], *, system: bool = True) -> list[dict[str, str]]:
         head = [{"role": "system", "content": self._system}] if system and self._system else []
@@ -250,6 +271,7 @@ class Conversation:
         space = self.capacity - len(context)
         if options["max_tokens"] is None or options["max_tokens"] > space:
             options["max_tokens"] = space
+        options.setdefault("draft", self.draft)
         new = self._cache.reuse(context)
         self.fed, self.prompt_ids = len(new), context
         history = context[: -self.fed]

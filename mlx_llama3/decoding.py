@@ -31,9 +31,14 @@ class Choice:
 
     def start(self) -> "Choice":
         """Queue the computation and return at once."""
-        parts = (self.token, self.largest, self.logprob, *(self.top or ()))
-        mx.async_eval([part for part in parts if part is not None], [pending.squares for pending in self.norms])
+        mx.async_eval(self.arrays())
         return self
+
+    def arrays(self) -> list[mx.array]:
+        """All that there is to compute."""
+        parts = (self.token, self.largest, self.logprob, *(self.top or ()))
+        squares = [square for pending in self.norms for square in pending.squares]
+        return [part for part in parts if part is not None] + squares
 
     @property
     def is_nan(self) -> bool:
@@ -91,17 +96,18 @@ def decode(
     The graph of the next one is built and queued before this one is handed out, so that the device does not wait for
     the host to read, decode and print.
     """
-    choice = _choose(logits, sampler, logprobs, capture).start()
+    choice = choose(logits, sampler, logprobs, capture).start()
     for left in reversed(range(count)):
         following = None
         if left:
             logits = model(choice.token[:, None], cache[0].offset, cache)[:, -1]  # (1, vocab)
-            following = _choose(logits, sampler, logprobs, capture).start()
+            following = choose(logits, sampler, logprobs, capture).start()
         yield choice
         choice = following
 
 
-def _choose(logits: mx.array, sampler: Sampler, logprobs: int | None, capture: "NormCapture | None") -> Choice:
+def choose(logits: mx.array, sampler: Sampler, logprobs: int | None, capture: "NormCapture | None") -> Choice:
+    """The next token of logits `(1, vocab)`; `norms` are those of the passes since the last choice."""
     token, distribution = sampler(logits)
     # One NaN makes the maximum NaN, whatever token was drawn; read beside the token, it costs no wait of its own.
     largest = logits.max(axis=-1)

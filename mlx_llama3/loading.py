@@ -3,22 +3,40 @@
 import logging
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_llama3 import cpu
-from mlx_llama3.checkpoint import Checkpoint, CheckpointError, Quantization
+from mlx_llama3.checkpoint import Checkpoint, Quantization
+from mlx_llama3.config import ModelArgs
+from mlx_llama3.cpu_blocks import spread_blocks
 from mlx_llama3.linear import PackedLinear
 from mlx_llama3.memory import available_memory, check_memory
 from mlx_llama3.model import Transformer
 from mlx_llama3.names import official_to_hf
-from mlx_llama3.shapes import count_weights
 
 log = logging.getLogger(__name__)
 
 
-def load_model(folder: str | Path, *, dtype: mx.Dtype | None = None) -> Transformer:
+class Part(Protocol):
+    """The part of a model that one of several ranks holds (`parallel.tensor`, `parallel.pipeline`)."""
+
+    has_ends: bool  # the embedding, the final norm and the head
+    first_layer: int
+
+    def checkpoint(self, folder: str | Path) -> Checkpoint:
+        """The tensors of this part."""
+
+    def model(self, args: ModelArgs) -> Transformer:
+        """An empty model for them."""
+
+    def connect(self, model: Transformer) -> None:
+        """What the model needs to run with the other ranks, once its tensors are in place."""
+
+
+def load_model(folder: str | Path, *, dtype: mx.Dtype | None = None, part: Part | None = None) -> Transformer:
     """Load the weights of a model folder: checked, packed and evaluated.
 
     Args:
@@ -26,11 +44,12 @@ def load_model(folder: str | Path, *, dtype: mx.Dtype | None = None) -> Transfor
         dtype: of activations and dense weights. None takes the stored one on the GPU, and float32 on the CPU, whose
             16-bit arithmetic is slow. On the CPU quantized weights are expanded to `dtype` where memory allows: a dense
             product is ten times as fast there.
+        part: load only this part of the model; None for all of it.
 
     Raises:
         UserError: the folder is no model folder, a tensor does not fit or holds NaN, or memory does not suffice.
     """
-    checkpoint = Checkpoint(folder)
+    checkpoint = Checkpoint(folder) if part is None else part.checkpoint(folder)
     on_cpu = mx.default_device() == mx.cpu
     dtype = dtype or (mx.float32 if on_cpu else checkpoint.dtype)
     expand = on_cpu and _fits_expanded(checkpoint, dtype)
@@ -38,16 +57,19 @@ def load_model(folder: str | Path, *, dtype: mx.Dtype | None = None) -> Transfor
         check_memory(
             checkpoint.nbytes_as(dtype), str(folder), "choose a smaller model, or one with fewer bits a weight"
         )
-    _check_finite(checkpoint)
-    model = _Assembly(checkpoint, dtype).model()
+    checkpoint.check_finite()
+    model = _Assembly(checkpoint, dtype, part).model()
+    if part is not None:
+        part.connect(model)
     if expand:
         cpu.expand(model, dtype)
+        spread_blocks(model)
     mx.eval(model.parameters())
     return model
 
 
 def _fits_expanded(checkpoint: Checkpoint, dtype: mx.Dtype) -> bool:
-    dense = dtype.size * count_weights(checkpoint.args)
+    dense = dtype.size * checkpoint.n_weights
     if dense <= 0.9 * available_memory():
         return True
     if checkpoint.nbytes_as(dtype) < dense:
@@ -57,33 +79,21 @@ def _fits_expanded(checkpoint: Checkpoint, dtype: mx.Dtype) -> bool:
     return False
 
 
-def _check_finite(checkpoint: Checkpoint) -> None:
-    """Raise CheckpointError naming the first tensor with NaN or infinity; a sum finds them in one read."""
-    floats = {name: w for name, w in checkpoint.weights.items() if mx.issubdtype(w.dtype, mx.floating)}
-    # float16 sums overflow, and on the CPU 16-bit reductions are slow.
-    sums = [mx.sum(w.astype(mx.float32)) for w in floats.values()]
-    finite = mx.isfinite(mx.stack(sums)).tolist()
-    for name, ok in zip(floats, finite, strict=True):
-        if not ok:
-            raise CheckpointError(
-                f"{checkpoint.folder}: tensor {name} holds NaN or infinity; download or convert the model again"
-            )
-
-
 class _Assembly:
     """Puts the tensors of a checkpoint into the modules of a `Transformer`, under Meta's names."""
 
-    def __init__(self, checkpoint: Checkpoint, dtype: mx.Dtype) -> None:
-        self._checkpoint, self._weights = checkpoint, checkpoint.weights
-        self._dtype = dtype
+    def __init__(self, checkpoint: Checkpoint, dtype: mx.Dtype, part: Part | None) -> None:
+        self._checkpoint, self._dtype, self._part = checkpoint, dtype, part
 
     def model(self) -> Transformer:
-        model = Transformer(self._checkpoint.args)
-        model.tok_embeddings = self._matrix("tok_embeddings", embedding=True)
-        model.norm.weight = self._vector("norm")
-        if not model.args.tie_word_embeddings:
-            model.output = self._matrix("output")
-        for i, block in enumerate(model.layers):
+        args, part = self._checkpoint.args, self._part
+        model = Transformer(args) if part is None else part.model(args)
+        if part is None or part.has_ends:
+            model.tok_embeddings = self._matrix("tok_embeddings", embedding=True)
+            model.norm.weight = self._vector("norm")
+            if not args.tie_word_embeddings:
+                model.output = self._matrix("output")
+        for i, block in enumerate(model.layers, 0 if part is None else part.first_layer):
             attention, feed_forward = f"layers.{i}.attention", f"layers.{i}.feed_forward"
             block.attention_norm.weight = self._vector(f"layers.{i}.attention_norm")
             block.attention.wqkv = PackedLinear([self._matrix(f"{attention}.{w}") for w in ("wq", "wk", "wv")])
@@ -96,7 +106,7 @@ class _Assembly:
 
     def _take(self, key: str) -> mx.array:
         """A tensor in the activation dtype: other scales would make products silently float32, which costs speed."""
-        tensor = self._weights.pop(key)  # popped, so that a packed matrix does not live twice
+        tensor = self._checkpoint.take(key)  # taken out, so that a packed matrix does not live twice
         return tensor.astype(self._dtype) if mx.issubdtype(tensor.dtype, mx.floating) else tensor
 
     def _vector(self, official: str) -> mx.array:

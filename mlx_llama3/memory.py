@@ -24,9 +24,16 @@ def available_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def check_memory(needed: int, what: str, way_out: str) -> None:
-    """Raise UserError if `needed` bytes for `what` are more than there are."""
-    available = available_memory()
+def free_memory() -> int:
+    """Bytes that are left beside what MLX holds already; buffers that it keeps for reuse count as free."""
+    if mx.metal.is_available():
+        return max(0, available_memory() - mx.get_active_memory())
+    return available_memory() + mx.get_cache_memory()
+
+
+def check_memory(needed: int, what: str, way_out: str, *, available: int | None = None) -> None:
+    """Raise UserError if `needed` bytes for `what` are more than are `available`, by default `available_memory`."""
+    available = available_memory() if available is None else available
     if needed > available:
         raise UserError(
             f"{what} needs {needed / 1e9:.1f} GB of memory, {available / 1e9:.1f} GB are available; {way_out}"

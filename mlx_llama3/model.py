@@ -7,11 +7,12 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_llama3.cache import KVCache, check_start
+from mlx_llama3.cache_settings import DEFAULT, CacheSettings, make_layers
 from mlx_llama3.config import ModelArgs
 from mlx_llama3.kernels import REFERENCE, Kernels, rope_qkv, swiglu_qmv
 from mlx_llama3.linear import PackedLinear
 from mlx_llama3.residual import Residual
-from mlx_llama3.rope import Freqs, Rope
+from mlx_llama3.rope import Freqs, Position, Rope
 
 
 class RMSNorm(nn.Module):
@@ -41,21 +42,27 @@ class Attention(nn.Module):
         self.wo = nn.Linear(q_rows, args.dim, bias=False)
 
     def __call__(
-        self, x: mx.array, start_pos: int, freqs: Freqs, mask: str | None, cache: KVCache | None = None
+        self, x: mx.array, start_pos: Position, freqs: Freqs, mask: str | None, cache: KVCache | None = None
     ) -> mx.array:
-        B, S, _ = x.shape
         q, kv = self.project(x, start_pos, freqs)
         if cache is None:
-            out = mx.fast.scaled_dot_product_attention(q, kv[0], kv[1], scale=self.scale, mask=mask)
+            out = mx.fast.scaled_dot_product_attention(q, kv[0, ...], kv[1, ...], scale=self.scale, mask=mask)
         else:
-            out = cache.attend(q, kv, self.scale, mask)  # (B, n_heads, S, head_dim)
-        return self.wo(out.transpose(0, 2, 1, 3).reshape(B, S, -1))
+            out = cache.attend(q, kv, self.scale, mask)
+        return self.join(out)
 
-    def project(self, x: mx.array, start_pos: int, freqs: Freqs) -> tuple[mx.array, mx.array]:
+    def project(self, x: mx.array, start_pos: Position, freqs: Freqs) -> tuple[mx.array, mx.array]:
         """`(B, S, dim)`, normed -> rotated queries `(B, n_heads, S, head_dim)`; rotated keys, and values,
         `(2, B, n_kv_heads, S, head_dim)`."""
         rotate = rope_qkv.fused if self.fused else rope_qkv.reference
         return rotate(self.wqkv.packed(x), self.n_heads, self.n_kv_heads, start_pos, freqs)
+
+    def join(self, heads: mx.array) -> mx.array:
+        """What the heads found, `(B, n_heads, S, head_dim)` -> the update `(B, S, dim)`."""
+        B, _, S, _ = heads.shape
+        if S > 1:  # of one position no axes need to move
+            heads = heads.transpose(0, 2, 1, 3)  # (B, S, n_heads, head_dim)
+        return self.wo(heads.reshape(B, S, -1))
 
 
 class FeedForward(nn.Module):
@@ -83,8 +90,13 @@ class TransformerBlock(nn.Module):
         self.ffn_norm = RMSNorm(args.dim, args.norm_eps)
 
     def __call__(
-        self, x: mx.array, start_pos: int, freqs: Freqs, mask: str | None, cache: KVCache | None = None
-    ) -> mx.array:
+        self,
+        x: mx.array | Residual,
+        start_pos: Position,
+        freqs: Freqs,
+        mask: str | None,
+        cache: KVCache | None = None,
+    ) -> mx.array | Residual:
         """`(B, S, dim)` -> `(B, S, dim)`."""
         h = x + self.attention(self.attention_norm(x), start_pos, freqs, mask, cache)
         return h + self.feed_forward(self.ffn_norm(h))
@@ -135,11 +147,12 @@ class Transformer(nn.Module):
             raise ValueError(f"tokens have shape {tokens.shape}, expected (batch, positions)")
         check_start(cache, start_pos, len(self.layers))
         length = tokens.shape[1]
+        start_pos = cache[0].positions(length) if cache else start_pos  # of each sequence, where they differ
         freqs = self.rope.frequencies(start_pos, length)
         mask = "causal" if length > 1 else None
         x = self.tok_embeddings(tokens)
         if self.kernels.add_rms_norm:
-            x = Residual(x)
+            x = Residual(x, fused=True)
         for layer, entry in zip(self.layers, cache or [None] * len(self.layers), strict=True):
             x = layer(x, start_pos, freqs, mask, entry)
         return x
@@ -152,6 +165,6 @@ class Transformer(nn.Module):
         """The head alone, for what is normed already: `(..., dim)` -> `(..., vocab_size)`."""
         return self.tok_embeddings.as_linear(x) if self.args.tie_word_embeddings else self.output(x)
 
-    def make_cache(self) -> list[KVCache]:
-        """An empty cache, one entry a layer."""
-        return [KVCache() for _ in self.layers]
+    def make_cache(self, settings: CacheSettings = DEFAULT) -> list[KVCache]:
+        """An empty cache, one entry a layer. Raises `UserError` for settings that this model cannot have."""
+        return make_layers(settings, self.args, fused=self.kernels.sdpa_quantized)

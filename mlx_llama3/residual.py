@@ -6,8 +6,9 @@ import mlx.core as mx
 
 from mlx_llama3.kernels import add_rms_norm
 
-# Told of each add: the new stream and the update `(B, S, dim)`, and their squared norms, float32 `(2, B, S)`.
-Watch = Callable[[mx.array, mx.array, mx.array], None]
+# Told of each add, in their order: the update and the new stream `(B, S, dim)`, and, where the kernel has found them on
+# its way, the squared norms of both, float32 `(2, B, S)`.
+Watch = Callable[[mx.array, mx.array, mx.array | None], None]
 
 
 def plain(stream: "mx.array | Residual") -> mx.array:
@@ -16,17 +17,31 @@ def plain(stream: "mx.array | Residual") -> mx.array:
 
 
 class Residual:
-    """A stream `(B, S, dim)` whose last `+` waits for the norm that reads the sum.
+    """A stream `(B, S, dim)` that is watched, or whose last `+` waits for the norm that reads the sum, or both.
 
     It stands in a block where an array would: `h = x + attention(...)` makes one, `ffn_norm(h)` adds and norms in one
-    kernel, and `h + ...` goes on from the sum. So the block is written once for both.
+    kernel, and `h + ...` goes on from the sum. So the block is written once for all of it.
+
+    Args:
+        base: the stream, to which `update`, if there is one, is still to be added.
+        fused: let an add wait for a norm.
+        watch: is told of every add, when it is done.
     """
 
-    def __init__(self, base: mx.array, update: mx.array | None = None, *, watch: Watch | None = None) -> None:
-        self._base, self._update, self._watch = base, update, watch
+    def __init__(
+        self, base: mx.array, update: mx.array | None = None, *, fused: bool = False, watch: Watch | None = None
+    ) -> None:
+        self._base, self._update, self._fused, self.watch = base, update, fused, watch
 
     def __add__(self, update: mx.array) -> "Residual":
-        return Residual(self.value, update, watch=self._watch)
+        return self.next(self.value, update)
+
+    def next(self, base: mx.array, update: mx.array | None = None) -> "Residual":
+        """The stream `base + update`, treated as this one."""
+        stream = Residual(base, update, fused=self._fused, watch=self.watch)
+        if not self._fused:
+            stream._add()
+        return stream
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -36,16 +51,39 @@ class Residual:
     @property
     def value(self) -> mx.array:
         """The stream as an array."""
-        if self._update is not None:
-            self._base, self._update = self._base + self._update, None
+        self._add()
         return self._base
 
+    @property
+    def parts(self) -> list[mx.array]:
+        """The base, and the update that waits, if one does."""
+        return [self._base] if self._update is None else [self._base, self._update]
+
+    def changed(self, change: Callable[[mx.array], mx.array]) -> "Residual":
+        """The stream with `change(array)` in its place: what is watched of the last add is the changed one."""
+        base, update = self._base, self._update
+        if update is None:
+            return self.next(change(base))
+        self._base, self._update = base + update, None
+        changed = change(self._base)
+        self._tell(update, changed, None)
+        return self.next(changed)
+
     def normed(self, weight: mx.array, eps: float) -> mx.array:
-        """`rms_norm(stream) * weight`, `(B, S, dim)`; the add is done with it."""
+        """`rms_norm(stream) * weight`, `(B, S, dim)`; an add that waits is done with it."""
         if self._update is None:
             return mx.fast.rms_norm(self._base, weight, eps)
         update, self._update = self._update, None
         self._base, normed, squares = add_rms_norm.fused(self._base, update, weight, eps)
-        if self._watch is not None:
-            self._watch(self._base, update, squares)
+        self._tell(update, self._base, squares)
         return normed
+
+    def _add(self) -> None:
+        if self._update is not None:
+            update, self._update = self._update, None
+            self._base = self._base + update
+            self._tell(update, self._base, None)
+
+    def _tell(self, update: mx.array, stream: mx.array, squares: mx.array | None) -> None:
+        if self.watch is not None:
+            self.watch(update, stream, squares)

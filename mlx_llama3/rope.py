@@ -5,13 +5,34 @@ converter permutes the rows of wq and wk once, so that both rotate the same numb
 """
 
 import math
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
 from mlx_llama3.config import ModelArgs, RopeScaling
 
-# Periods `(head_dim / 2,)`, or a table (cos, sin) of the pass's positions.
-Freqs = mx.array | tuple[mx.array, mx.array]
+# Where a pass begins: one position for all sequences, or `(B,)` int32, one for each.
+Position = int | mx.array
+
+
+@dataclass(frozen=True)
+class Freqs:
+    """By what angles the positions of one pass turn.
+
+    offset: position of the first token, int32 `()`, or `(B,)` where each sequence has its own. An array, so that what
+        is compiled or recorded for one position serves all others.
+    inverse: radians a position, float32 `(head_dim / 2,)`. periods: the reciprocal, which `mx.fast.rope` takes.
+    table: cosine and sine of all the pass's angles, float32 `(S, head_dim / 2)` or `(B, 1, S, head_dim / 2)`; None
+        where a kernel makes them.
+    turn: of a single position on the CPU, the rotation as a matrix, float32 `(head_dim, head_dim)`: one operation
+        instead of nine.
+    """
+
+    offset: mx.array
+    inverse: mx.array
+    periods: mx.array
+    table: tuple[mx.array, mx.array] | None = None
+    turn: mx.array | None = None
 
 
 def inverse_frequencies(args: ModelArgs) -> mx.array:
@@ -43,25 +64,46 @@ class Rope:
         self.periods = 1.0 / self._inverse
         mx.eval(self._inverse, self.periods)
 
-    def frequencies(self, start_pos: int, length: int) -> Freqs:
+    def frequencies(self, start_pos: Position, length: int, *, table: bool | None = None) -> Freqs:
         """What `rotate` needs for positions `start_pos ... start_pos + length - 1`.
 
-        On the GPU the periods, for the fused `mx.fast.rope`. The CPU backend takes that apart into a dozen operations a
-        call, sines included; there it is the table, made once and shared by all layers.
-        """
-        return self.periods if mx.default_device() == mx.gpu else self.table(start_pos, length)
+        On the GPU the periods, for fused kernels. The CPU backend takes `mx.fast.rope` apart into a dozen operations a
+        call, sines included; there it is a table, made once and shared by all layers.
 
-    def table(self, start_pos: int, length: int) -> tuple[mx.array, mx.array]:
-        """Cosine and sine of each position's angles, float32 `(length, head_dim / 2)` each."""
-        positions = mx.arange(start_pos, start_pos + length, dtype=mx.float32)
-        angles = positions[:, None] * self._inverse
+        Args:
+            start_pos: one for all sequences, or `(B,)` int32, one for each.
+            table: make one or not; None: on the CPU.
+        """
+        offset = start_pos if isinstance(start_pos, mx.array) else mx.array(start_pos)
+        freqs = Freqs(offset, self._inverse, self.periods)
+        if mx.default_device() == mx.gpu if table is None else not table:
+            return freqs
+        cos, sin = self._table(start_pos, length)
+        turn = self._turn(cos, sin) if cos.shape == (1, self._inverse.size) else None
+        return replace(freqs, table=(cos, sin), turn=turn)
+
+    def _table(self, start_pos: Position, length: int) -> tuple[mx.array, mx.array]:
+        positions = mx.arange(length, dtype=mx.float32)
+        if isinstance(start_pos, mx.array):
+            start_pos = start_pos.astype(mx.float32)[..., None, None]  # (B, 1, 1)
+        positions = start_pos + positions  # (S,) or (B, 1, S)
+        angles = positions[..., None] * self._inverse
         return mx.cos(angles), mx.sin(angles)
 
+    def _turn(self, cos: mx.array, sin: mx.array) -> mx.array:
+        """x @ turn rotates x by the angles whose cosine and sine are `(1, head_dim / 2)`."""
+        half = self._inverse.size
+        straight, across = mx.eye(2 * half), mx.eye(2 * half, k=half) - mx.eye(2 * half, k=-half)
+        return mx.tile(cos, (1, 2)) * straight + mx.tile(sin, (1, 2)) * across
 
-def rotate(x: mx.array, start_pos: int, freqs: Freqs) -> mx.array:
+
+def rotate(x: mx.array, start_pos: Position, freqs: Freqs) -> mx.array:
     """Rotate queries or keys `(B, heads, S, head_dim)` to their positions; same shape and dtype."""
-    if isinstance(freqs, mx.array):
-        return mx.fast.rope(x, x.shape[-1], traditional=False, base=None, scale=1.0, offset=start_pos, freqs=freqs)
-    cos, sin = freqs
+    if freqs.table is None:
+        how = {"traditional": False, "base": None, "scale": 1.0, "offset": start_pos, "freqs": freqs.periods}
+        return mx.fast.rope(x, x.shape[-1], **how)
+    if freqs.turn is not None and x.dtype == mx.float32:
+        return x @ freqs.turn
+    cos, sin = freqs.table
     a, b = mx.split(x, 2, axis=-1)
     return mx.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1).astype(x.dtype)

@@ -161,20 +161,27 @@ def keep_min_p(logits: mx.array, p: float) -> mx.array:
 
 
 def draw(logits: mx.array, sampling: Sampling, key: mx.array) -> mx.array:
-    """Ids (...,) drawn from logits (..., vocab) after top_k, top_p, min_p and the temperature, in this order."""
+    """Ids (...,) drawn from logits (..., vocab) after top_k, top_p, min_p and the temperature, in this order.
+
+    Drawn as the largest of log-probability plus Gumbel noise, with noise that belongs to the token's id whatever the
+    filters leave: two models whose distributions are alike, drawing with the same key, mostly draw the same token, so
+    that one can draft for the other (Daliri et al. 2024, arXiv 2408.07978).
+    """
     logits = logits.astype(mx.float32)
+    noise = mx.random.gumbel(logits.shape, key=key)
     candidates = None
     if 0 < sampling.top_k < logits.shape[-1]:
         # From here on only k entries: the sort of top_p costs nothing beside one of the whole vocabulary.
         candidates = top_k_ids(logits, sampling.top_k)
         logits = mx.take_along_axis(logits, candidates, axis=-1)
+        noise = mx.take_along_axis(noise, candidates, axis=-1)
     if sampling.top_p < 1:
         logits = keep_top_p(logits, sampling.top_p)
     if sampling.min_p > 0:
         logits = keep_min_p(logits, sampling.min_p)
     # The best entry becomes 0 first, so that no temperature, however small, makes it overflow.
     logits = (logits - logits.max(axis=-1, keepdims=True)) / sampling.temperature
-    drawn = mx.random.categorical(logits, axis=-1, key=key)
+    drawn = mx.argmax(logits + noise, axis=-1)
     if candidates is None:
         return drawn
     return mx.take_along_axis(candidates, drawn[..., None], axis=-1).squeeze(-1)

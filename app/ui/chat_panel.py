@@ -194,7 +194,7 @@ class _Chat:
             page.positions += len(norms["tokens"])
         elif progress.read:
             said = notice(f"Reading the prompt: {progress.read} of {progress.to_read} tokens …")
-        filled = gauge(session.trace.norms.shape[-1], conversation.capacity, progress.speed)
+        filled = gauge(session.trace.norms.shape[-1], conversation.capacity, progress.speed, _drafts(session))
         return shown, gr.skip(), said, gr.skip(), gr.skip(), filled, norms, gr.skip()
 
     def _ended(self, session: Session, asked: Asked, progress: Progress, failure: str = "") -> tuple[Any, ...]:
@@ -209,7 +209,12 @@ class _Chat:
 
 
 def _gauge(session: Session, speed: float = 0.0) -> str:
-    return gauge(session.conversation.used, session.conversation.capacity, speed)
+    return gauge(session.conversation.used, session.conversation.capacity, speed, _drafts(session))
+
+
+def _drafts(session: Session) -> str:
+    draft = session.conversation.draft
+    return f"{draft.acceptance:.0%} of {draft.proposed} drafted tokens were right" if draft and draft.proposed else ""
 
 
 def _end(session: Session, asked: Asked, progress: Progress) -> str:

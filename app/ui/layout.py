@@ -5,10 +5,12 @@ from contextlib import contextmanager
 
 import gradio as gr
 
+from app.drafts import Drafting
 from app.ui import chat_panel, conversations_panel, convert_panel, models_panel, settings_panel, views
 from app.ui.chat_panel import MODEL_QUEUE, QUICK, TELLING
 from app.ui.services import Services
 from app.ui.session import Sessions
+from mlx_llama3.cache_settings import DEFAULT, CacheSettings
 from mlx_llama3.engine import Engine
 
 TITLE = "mlx-llama3"
@@ -21,10 +23,16 @@ _KEYS = """<dialog id="keys" aria-label="Keys"><h2>Keys</h2><dl>
 </dl><form method="dialog"><button class="lg secondary">Close</button></form></dialog>"""
 
 
-def build(engine: Engine, converter: convert_panel.Converter, model: str) -> gr.Blocks:
-    """The page. `model` is loaded when it is first opened."""
+def build(
+    engine: Engine,
+    converter: convert_panel.Converter,
+    model: str,
+    draft: Drafting | None = None,
+    cache_settings: CacheSettings | None = None,
+) -> gr.Blocks:
+    """The page. `model` is loaded when it is first opened; `draft` and `cache_settings` are for every model."""
     with gr.Blocks(title=TITLE, analytics_enabled=False, fill_height=True, fill_width=True) as page:
-        services = Services(engine, Sessions(), gr.State(None), gr.State(0))
+        services = Services(engine, Sessions(cache_settings or DEFAULT), gr.State(None), gr.State(0))
         with gr.Column(elem_id="page"):
             with gr.Row(elem_id="topbar"):
                 gr.HTML(f"<h1>{TITLE}</h1>", elem_id="brand")
@@ -49,7 +57,7 @@ def build(engine: Engine, converter: convert_panel.Converter, model: str) -> gr.
         for answered in chat_panel.connect(chat, services, settings, live.heat):
             answered.then(shown.listed, [services.session_id], [conversations.chooser], **QUICK)
         convert_panel.connect(convert, converter, models)
-        loader = models_panel.Loader(services, model)
+        loader = models_panel.Loader(services, model, draft)
         models_panel.connect(models, loader, MODEL_QUEUE).then(
             shown.refresh, [services.session_id, conversations.memory], shown.outputs, **TELLING
         )

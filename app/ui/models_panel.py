@@ -9,13 +9,15 @@ from typing import Any
 import gradio as gr
 import mlx.core as mx
 
-from app.models import find_model, load_found
+from app.drafts import Drafting
+from app.models import OpenModel, find_model, load_found
 from app.ui import catalogue
 from app.ui.failures import explained
 from app.ui.progress import Watch, follow
 from app.ui.services import Services
 from app.ui.status import bar, notice, size
 from mlx_llama3.engine import Engine
+from mlx_llama3.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,9 @@ class Loader:
     What it yields is for the chooser and the status line.
     """
 
-    def __init__(self, services: Services, first: str) -> None:
+    def __init__(self, services: Services, first: str, draft: Drafting | None = None) -> None:
         self.name = first  # as it was asked for, of the model that is loaded or will be
+        self._draft, self._undrafted = draft, ""
         self._services = services
         self._fetcher = Engine()  # a download goes on beside the chat, and does not hold up the end of the process
         self._turn = threading.Lock()
@@ -96,7 +99,7 @@ class Loader:
         return notice(f"{name}: {self._services.engine.run(catalogue.estimate, name)}") if name else ""
 
     def _loaded(self) -> str:
-        return notice(f"loaded · {size(mx.get_active_memory())} of memory")
+        return notice(f"loaded · {size(mx.get_active_memory())} of memory{self._undrafted}")
 
     def _fetch(self, name: str) -> Iterator[tuple[Any, str]]:
         """Find the model, downloading it if need be; returns its title and folder."""
@@ -118,7 +121,22 @@ class Loader:
         for _ in follow(loading):
             there = max(0, mx.get_active_memory() - before)
             yield gr.skip(), bar(f"Loading {title}: {size(min(there, wanted))} of about {size(wanted)}", there / wanted)
-        engine.run(sessions.open_model, loading.result())
+        draft = yield from self._read_draft(loading.result())
+        engine.run(sessions.open_model, loading.result(), draft)
+
+    def _read_draft(self, opened: OpenModel) -> Iterator[tuple[Any, str]]:
+        """What drafts for a model; returns None, and notes why, where it cannot: the model is of use without."""
+        self._undrafted = ""
+        if self._draft is None:
+            return None
+        try:
+            if not self._draft.needs_model:
+                return self._draft.open(opened)
+            _, folder = yield from self._fetch(self._draft.name)
+            return self._services.engine.run(self._draft.load, opened, folder)
+        except UserError as error:
+            self._undrafted = f" · answers are not drafted: {error}"
+            return None
 
 
 def connect(panel: ModelsPanel, loader: Loader, queue: dict[str, Any]) -> Any:

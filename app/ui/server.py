@@ -14,13 +14,20 @@ from mlx_llama3.errors import UserError
 if TYPE_CHECKING:
     import gradio as gr
 
+    from app.drafts import Drafting
+    from mlx_llama3.cache_settings import CacheSettings
+
 HOST = "127.0.0.1"
 FIRST_PORT, PORTS = 7860, 100
 
 
 @contextmanager
-def serving(model: str, port: int | None) -> Iterator[str]:
+def serving(
+    model: str, port: int | None, draft: "Drafting | None" = None, cache_settings: "CacheSettings | None" = None
+) -> Iterator[str]:
     """Serve the page while the block runs; gives its address. `model` is loaded when it is first opened.
+
+    draft: what drafts the answers. cache_settings: how conversations are remembered.
 
     Raises `UserError` if the port is taken (None: the first free one from 7860 on).
     """
@@ -30,7 +37,7 @@ def serving(model: str, port: int | None) -> Iterator[str]:
         from app.ui.layout import build
 
         converter = Converter()
-        page = build(engine, converter, model)
+        page = build(engine, converter, model, draft, cache_settings)
         try:
             yield _launch(page, port)
         finally:

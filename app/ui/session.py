@@ -12,9 +12,11 @@ import mlx.core as mx
 
 from app.models import OpenModel
 from app.ui import saved
+from mlx_llama3.cache_settings import DEFAULT, CacheSettings
 from mlx_llama3.conversation import Conversation
 from mlx_llama3.errors import UserError
 from mlx_llama3.generation import Step
+from mlx_llama3.speculative import Speculation
 from mlx_llama3.trace.edits import Edit, edited
 from mlx_llama3.trace.position import Position, look
 from mlx_llama3.trace.store import Trace
@@ -48,7 +50,10 @@ class Session:
     saved_id, title: of the file that keeps the conversation; no file before the first answer.
     """
 
-    def __init__(self, opened: OpenModel) -> None:
+    def __init__(
+        self, opened: OpenModel, draft: Speculation | None = None, cache_settings: CacheSettings = DEFAULT
+    ) -> None:
+        self.draft, self._cache_settings = draft, cache_settings
         self.id = secrets.token_urlsafe(12)
         self.edits: list[Edit] = []
         self.selected: tuple[int, int] | None = None
@@ -67,7 +72,7 @@ class Session:
             title, conversation = "", self._fresh(opened)
         else:
             title, text = saved.read(saved_id)
-            conversation = Conversation.from_json(text, opened.model, opened.tokenizer, source=title)
+            conversation = self._saved(text, opened, source=title)
         self.settle()
         self.saved_id, self.title = saved_id or secrets.token_hex(8), title
         self._begin(opened, conversation)
@@ -76,13 +81,14 @@ class Session:
         """Let go of the model; the conversation waits as text for `reopen`."""
         self.leave()
         self._waiting = self.conversation.to_json()
-        self.opened = self.conversation = self.trace = None
+        self.opened = self.conversation = self.trace = self.draft = None
         self.edits, self.selected = [], None
 
-    def reopen(self, opened: OpenModel) -> None:
+    def reopen(self, opened: OpenModel, draft: Speculation | None = None) -> None:
         """Go on with the same conversation under another model; with a new one if it does not fit that model."""
+        self.draft = draft
         try:
-            conversation = Conversation.from_json(self._waiting, opened.model, opened.tokenizer)
+            conversation = self._saved(self._waiting, opened)
         except UserError:  # no chat template, a smaller context: what was said stays on disk
             self.open(opened)
         else:
@@ -90,14 +96,18 @@ class Session:
 
     def _fresh(self, opened: OpenModel) -> Conversation:
         """An empty conversation with the settings of the one before."""
-        before = self.conversation
-        if before is None:
-            return Conversation(opened.model, opened.tokenizer)
-        keep = {"system": before.system, "overflow": before.overflow, "settings": before.settings}
-        return Conversation(opened.model, opened.tokenizer, **keep)
+        before, keep = self.conversation, {}
+        if before is not None:
+            keep = {"system": before.system, "overflow": before.overflow, "settings": before.settings}
+        return Conversation(opened.model, opened.tokenizer, cache_settings=self._cache_settings, **keep)
+
+    def _saved(self, text: str, opened: OpenModel, **source: str) -> Conversation:
+        keep = {"cache_settings": self._cache_settings} | source
+        return Conversation.from_json(text, opened.model, opened.tokenizer, **keep)
 
     def _begin(self, opened: OpenModel, conversation: Conversation) -> None:
         self.opened, self.model_name, self.conversation = opened, opened.name, conversation
+        conversation.draft = self.draft and self.draft.twin()
         self.edits, self.selected = [], None
         self.trace = self._empty_trace()
 
@@ -201,8 +211,10 @@ class Session:
 class Sessions:
     """The sessions by id, all with the one loaded model; beyond `MOST_SESSIONS` the least recently used one goes."""
 
-    def __init__(self) -> None:
+    def __init__(self, cache_settings: CacheSettings = DEFAULT) -> None:
+        self._cache_settings = cache_settings
         self.opened: OpenModel | None = None
+        self.draft: Speculation | None = None
         self._sessions: OrderedDict[str, Session] = OrderedDict()
         self._changes = itertools.count(1)
         self._lock = threading.Lock()
@@ -211,14 +223,18 @@ class Sessions:
         """Let go of the model, so that its memory is free for another one. On the engine's thread."""
         for session in self._all():
             session.close()
-        self.opened = None
+        self.opened = self.draft = None
         mx.clear_cache()
 
-    def open_model(self, opened: OpenModel) -> None:
-        """Give all sessions this model. On the engine's thread."""
+    def open_model(self, opened: OpenModel, draft: Speculation | None = None) -> None:
+        """Give all sessions this model, and what drafts for it. On the engine's thread.
+
+        Raises `UserError` for a model that cannot have the cache that was asked for; then it is not opened.
+        """
+        opened.model.make_cache(self._cache_settings)
         for session in self._all():
-            session.reopen(opened)
-        self.opened = opened
+            session.reopen(opened, draft)
+        self.opened, self.draft = opened, draft
 
     def find(self, session_id: str | None) -> Session | None:
         """The session with this id, as the most recently used one; None while no model is loaded, too."""
@@ -230,7 +246,7 @@ class Sessions:
 
     def add(self) -> Session:
         """A new session with the loaded model, which there must be. On the engine's thread."""
-        session = Session(self.opened)
+        session = Session(self.opened, self.draft, self._cache_settings)
         with self._lock:
             self._sessions[session.id] = session
             while len(self._sessions) > MOST_SESSIONS:

@@ -15,11 +15,11 @@ def bar(text: str, share: float | None) -> str:
     return f'<div class="progress" role="status"><span>{escape(text)}</span><progress{value}></progress></div>'
 
 
-def gauge(used: int, capacity: int, speed: float) -> str:
-    """Tokens a second, and how much of the context is used."""
+def gauge(used: int, capacity: int, speed: float, drafts: str = "") -> str:
+    """Tokens a second, with a word on the `drafts` that made them, and how much of the context is used."""
     share = used / capacity if capacity else 0.0
     level = "full" if share > 0.9 else "high" if share > 0.7 else "low"
-    tempo = f"<span><b>{speed:.1f}</b> tokens/s</span>" if speed else ""
+    tempo = f'<span title="{escape(drafts)}"><b>{speed:.1f}</b> tokens/s</span>' if speed else ""
     label = f"{used} of {capacity} tokens of context used"
     return (
         f'<div class="gauge {level}" title="{label}">{tempo}<span><b>{used:,}</b> / {capacity:,} context</span>'

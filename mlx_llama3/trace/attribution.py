@@ -43,9 +43,9 @@ def attribute(position: Position, token: int) -> Attribution:
     return Attribution(
         logit=position.logits[token].item(),
         embedding=embedding.item(),
-        attention=np.array(shares["attn_out"]),
-        mlp=np.array(shares["mlp_out"]),
-        heads=np.array(mx.stack(heads)),
+        attention=np.asarray(shares["attn_out"]),
+        mlp=np.asarray(shares["mlp_out"]),
+        heads=np.asarray(mx.stack(heads)),
     )
 
 
@@ -60,7 +60,7 @@ def promoted(position: Position, layer: int, branch: str, *, k: int = 10) -> tup
     logits = model.unembed(normed)
     order = mx.argsort(-logits)
     chosen = mx.concatenate([order[:k], order[::-1][:k]])
-    return np.array(chosen), np.array(logits[chosen].astype(mx.float32))
+    return np.asarray(chosen), np.asarray(logits[chosen].astype(mx.float32))
 
 
 def _frozen_scale(position: Position) -> mx.array:

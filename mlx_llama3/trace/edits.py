@@ -15,6 +15,7 @@ import numpy as np
 from mlx_llama3.config import ModelArgs
 from mlx_llama3.errors import UserError
 from mlx_llama3.model import Transformer
+from mlx_llama3.parallel.whole import need_whole
 from mlx_llama3.trace.taps import tapped
 
 BRANCHES = ("attention", "mlp", "head")
@@ -64,6 +65,7 @@ def edited(model: Transformer, edits: Sequence[Edit]) -> Transformer:
 
     if not places:
         return copy.copy(model)
+    need_whole(model)
     names = tuple({name for _, name in places})
     return tapped(model, apply, names=names, layers={layer for layer, _ in places})
 

@@ -44,5 +44,5 @@ def logit_lens(position: Position, target: int, *, k: int = 5) -> Lens:
         entropy = -(mx.exp(logprobs) * mx.maximum(logprobs, -1e4)).sum(-1)
         part = (*top_logprobs(logprobs, k), rank, chosen[..., 0], entropy)
         mx.eval(part)
-        parts.append([np.array(each) for each in part])
+        parts.append([np.asarray(each) for each in part])
     return Lens(*(np.concatenate(column) for column in zip(*parts, strict=True)))

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
+from mlx_llama3.parallel.whole import need_whole
 from mlx_llama3.trace.position import Position
 
 
@@ -24,8 +25,9 @@ class Neurons:
 
 def neurons(position: Position, layer: int, *, k: int = 10) -> Neurons:
     """The neurons of `layer` at `position`."""
+    need_whole(position.model)
     block = position.model.layers[layer]
     gate, up = block.feed_forward.w13(block.ffn_norm(position.states["resid_mid"][layer]))  # (hidden_dim,) each
-    values = np.array((gate * mx.sigmoid(gate) * up).astype(mx.float32))
+    values = np.asarray((gate * mx.sigmoid(gate) * up).astype(mx.float32))
     order = np.argsort(-np.abs(values))[:k]
     return Neurons(float((gate > 0).astype(mx.float32).mean().item()), order, values[order], values)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
@@ -27,15 +28,36 @@ class PendingNorms:
     squares: list[mx.array]
 
     def read(self) -> np.ndarray:
-        """Float32 `(5, n_layers, S)` in the order of `POINTS`; waits for the values.
+        """Float32 `(5, n_layers, S)` in the order of `POINTS`; waits for the values."""
+        return self._norms
 
-        Arrays of several positions are gathered here: on the GPU a stack would be one copy for each of them.
-        """
+    def positions(self) -> list["PendingNorms"]:
+        """The same, each position alone, for a pass over a draft that is kept in part."""
+        return [_OnePosition(self.squares if index == 0 else [], self, index) for index in range(self._length)]
+
+    @property
+    def _length(self) -> int:
+        return 1 if len(self.squares) == 1 else self.squares[0].shape[1]
+
+    @cached_property
+    def _norms(self) -> np.ndarray:
+        """Arrays of several positions are gathered here: on the GPU a stack would be one copy for each of them."""
         norms = np.sqrt(np.concatenate([np.array(square) for square in self.squares]))
         norms = norms.T if len(self.squares) == 1 else norms  # (1 + 4 L, S)
         # Layer l's five points are five in a row: the stream that leaves it enters the next one.
         first = len(_MEASURED) * np.arange(len(norms) // len(_MEASURED))
         return norms[first + np.arange(len(POINTS))[:, None]]
+
+
+@dataclass(frozen=True)
+class _OnePosition(PendingNorms):
+    """Of a whole pass. The first one names its arrays, so that they are queued once."""
+
+    whole: PendingNorms
+    index: int
+
+    def read(self) -> np.ndarray:
+        return self.whole.read()[..., self.index : self.index + 1]
 
 
 class NormCapture:

@@ -41,11 +41,13 @@ def look(model: Transformer, ids: Sequence[int], index: int, *, cache: list[KVCa
             this costs one decoded token. It is not changed. Without it the positions before are run first.
 
     Raises:
-        UserError: there is no such position.
+        UserError: there is no such position; the cache has a window, and positions have left it.
     """
     if not -len(ids) <= index < len(ids):
         raise UserError(f"position {index} is not in a sequence of {len(ids)} tokens")
     index %= len(ids)
+    if cache is not None and not all(entry.complete for entry in cache):
+        raise UserError(f"position {index} cannot be looked at: the cache holds a window only; do without max_kv_size")
     if cache is not None and cache[0].offset >= index:
         before = [entry.prefix(index) for entry in cache]
     else:

@@ -145,7 +145,7 @@ def _extras(model: Transformer, tokens: list[int], wanted: frozenset[str], chunk
     if "logits" in wanted:
         extra["logits"] = logits
     if "attention" in wanted:
-        before = np.array(model.tok_embeddings(mx.array(tokens)).astype(mx.float32))  # (T, dim)
+        before = np.asarray(model.tok_embeddings(mx.array(tokens)).astype(mx.float32))  # (T, dim)
         dtype = model.norm.weight.dtype
         for layer in range(model.args.n_layers):
             extra[f"attention/{layer}"] = attention_pattern(model, mx.array(before).astype(dtype), layer)
@@ -172,9 +172,9 @@ def _second_pass(
         final = watched.residual(mx.array([tokens[start:end]]), start, cache)
         if stream.size:
             for layer, value in seen.items():
-                stream[layer, start:end] = np.array(value[0].astype(mx.float32))
+                stream[layer, start:end] = np.asarray(value[0].astype(mx.float32))
         if logits.size:
-            logits[start:end] = np.array(model.head(final[0]).astype(mx.float32))
+            logits[start:end] = np.asarray(model.head(final[0]).astype(mx.float32))
         mx.eval([entry.state for entry in cache])
     return stream, logits
 

@@ -134,6 +134,31 @@ def test_stats(talk) -> None:
     _, out, _ = talk(FRANCE, "/stats", replies=(PARIS,))
     assert out.splitlines()[1].startswith("prompt: 37 tokens, ")
     assert out.splitlines()[2].startswith("answer: 8 tokens, ")
+    # 3 layers, keys and values, 2 heads of 16 float32 numbers, 256 positions.
+    assert out.splitlines()[4] == f"cache: 45 tokens in {3 * 2 * 2 * 16 * 4 * 256 / 1e6:.1f} MB"
+
+
+def test_a_quantized_cache_for_the_whole_chat(tokenizer, monkeypatch, capsys, tmp_path) -> None:
+    """--kv-bits holds through /undo, /save, /load, and /stats tells of it."""
+    model = WatchedModel(vocab_size=tokenizer.vocab_size, head_dim=64)
+    monkeypatch.setattr(chat, "open_model", lambda name: OpenModel("tiny", model, tokenizer))
+    model.replies = [[*tokenizer.encode(PARIS), tokenizer.special_tokens["<|im_end|>"]] for _ in range(2)]
+    file = tmp_path / "talk.json"
+    lines = [FRANCE, "/stats", "/undo", FRANCE, f"/save {file}", f"/load {file}", "/stats"]
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("\n".join(lines).encode())))
+    assert cli.main(["chat", "--kv-bits", "4"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    # 168 dense positions of 2 * 2 heads of 64 numbers, and room for 256 records of 27 words for 2 heads.
+    size = 3 * (168 * 2 * 2 * 64 * 4 + 256 * 2 * 27 * 4) / 1e6
+    assert shown[4] == f"cache: 45 tokens in {size:.1f} MB (keys in 8 bits, values in 4)"
+    assert shown[-1] == "cache: 0 tokens in 0.0 MB (keys in 8 bits, values in 4)"
+    assert model.prompts == [37, 1]  # /undo leaves the cache
+
+
+def test_a_model_that_cannot_have_a_quantized_cache(talk) -> None:
+    code, out, err = talk(FRANCE, options=("--kv-bits", "8"))
+    assert (code, out) == (2, "")
+    assert err == "error: kv_bits needs heads of a multiple of 64, and this model's have 16; leave it out\n"
 
 
 def test_help_lists_every_command(talk) -> None:

@@ -46,6 +46,32 @@ def test_the_real_command(demo_folder) -> None:
     assert stats["prompt_tps"] > 0 and stats["generation_tps"] > 0 and stats["peak_memory_gb"] > 0.1
 
 
+@pytest.mark.parametrize(("bits", "size"), [(4, 27), (8, 34)])
+def test_in_a_quantized_cache(run, bits, size) -> None:
+    """The reference's answer after a prompt that is long enough to be packed, and the memory it is kept in."""
+    prompt = "The same again. " * 60 + GOLDEN[0]["messages"][0]["content"]
+    words = ["--prompt", prompt, "--max-tokens", "8", "-v"]
+    plain, packed = run(*words), run(*words, "--kv-bits", str(bits))
+    assert plain[:2] == packed[:2]
+    assert plain[2].splitlines()[-1].endswith("MB")
+    # 30 layers of 3 heads of 64: 168 dense positions in float32, and 256 records.
+    taken = 30 * 3 * (168 * 2 * 64 * 4 + 256 * size * 4) / 1e6
+    assert packed[2].splitlines()[-1].endswith(f" in {taken:.1f} MB (keys in 8 bits, values in {bits})")
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        (["--kv-bits", "5"], "argument --kv-bits: invalid choice: 5 (choose from 4, 8)"),
+        (["--kv-bits", "4", "--max-kv-size", "64"], "max_kv_size and kv_bits do not go together"),
+    ],
+    ids=str,
+)
+def test_bits_that_cannot_be(run, options, error) -> None:
+    code, out, err = run("--prompt", "Hello", *options)
+    assert (code, out) == (2, "") and error in err
+
+
 @pytest.mark.parametrize("form", ["prompt", "standard input", "messages", "object", "raw", "ids"])
 def test_all_forms_of_a_prompt_are_one(run, tmp_path, form) -> None:
     record = GOLDEN[2]

@@ -4,7 +4,7 @@ import pytest
 from tiny_models import tiny_args, write_folder
 
 import mlx_llama3
-from mlx_llama3 import loading
+from mlx_llama3 import api, loading
 from mlx_llama3.api import load_folder
 from mlx_llama3.errors import UserError
 
@@ -43,3 +43,17 @@ def test_a_missing_tokenizer_is_told_before_weights_are_read(tmp_path, monkeypat
     monkeypatch.setattr(loading, "Checkpoint", None)
     with pytest.raises(UserError, match="holds no tokenizer"):
         load_folder(write_folder(tmp_path, tiny_args()))
+
+
+def test_a_loaded_model_is_wired_and_served_by_what_was_chosen(demo_folder, monkeypatch):
+    seen = []
+    monkeypatch.setattr(api, "hold_wired", lambda model: seen.append(("wired", model)))
+    monkeypatch.setattr(api, "use_chosen", lambda model: seen.append(("chosen", model)))
+    model, _ = load_folder(demo_folder)
+    assert seen == [("wired", model), ("chosen", model)]
+
+
+def test_a_wrong_choice_of_kernels_is_told_before_anything_is_read(tmp_path, monkeypatch):
+    monkeypatch.setenv("MLX_LLAMA3_KERNELS", "fast")
+    with pytest.raises(UserError, match="^MLX_LLAMA3_KERNELS is 'fast'"):
+        load_folder(tmp_path / "nowhere")

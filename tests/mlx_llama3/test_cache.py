@@ -47,6 +47,27 @@ def test_trim_then_overwrite():
             cache.trim(count)
 
 
+def test_a_prefix_goes_its_own_way():
+    cache = KVCache()
+    cache.update_and_fetch(block(0, 10))
+    twin = cache.prefix(5)
+    keys, _ = twin.update_and_fetch(block(100, 2))
+    assert keys[0, 0, :, 0].tolist() == [0, 1, 2, 3, 4, 100, 101]
+    keys, _ = cache.fetch()
+    assert keys[0, 0, :, 0].tolist() == list(range(10))
+
+
+def test_what_is_restored_goes_on_alike():
+    cache, again = KVCache(), KVCache()
+    cache.update_and_fetch(block(0, 300))
+    cache.trim(20)
+    again.restore(cache.tensors(), cache.offset)
+    keys, values = again.update_and_fetch(block(280, 3))
+    assert again.offset == 283
+    assert keys[0, 0, :, 0].tolist() == list(range(283))
+    assert (values - keys == 0.5).all().item()
+
+
 def test_start_pos_must_be_where_the_cache_ends():
     cache = [KVCache(), KVCache()]
     check_start(cache, 0, 2)

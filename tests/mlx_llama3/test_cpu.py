@@ -29,6 +29,16 @@ def test_equals_a_whole_product(cores, rows, shape):
     assert mx.abs(y - x @ weight.T).max().item() < 1e-5
 
 
+@pytest.mark.parametrize("rows", [4800, 4801, 2 * 2399])  # by blocks; odd; two primes, which no block divides
+@pytest.mark.parametrize("count", [1, 2, 8, 9])
+def test_few_rows_are_multiplied_by_blocks(cores, rows, count):
+    weight = mx.random.normal((rows, 640), key=mx.random.key(0)) / 25
+    x = mx.random.normal((1, count, 640), key=mx.random.key(1))
+    y = cpu.SpreadLinear(weight)(x)
+    assert y.shape == (1, count, rows)
+    assert mx.abs(y - x @ weight.T).max().item() < 1e-5
+
+
 def test_embedding_and_tied_head(cores):
     weight = mx.random.normal((77, 64), key=mx.random.key(0))
     embedding = cpu.SpreadEmbedding(weight)

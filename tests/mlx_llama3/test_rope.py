@@ -54,12 +54,12 @@ def test_composed_and_fused_rotation_agree():
     """The table of sines (CPU) and `mx.fast.rope` with periods (GPU) turn by the same angles."""
     args = tiny_args(head_dim=32, rope_scaling=RopeScaling(32.0))
     rope, x = Rope(args), mx.random.normal((1, 4, 9, 32), key=mx.random.key(0))
-    fused = rotate(x, 300, rope.periods)
-    composed = rotate(x, 300, rope.table(300, 9))
+    fused = rotate(x, 300, rope.frequencies(300, 9, table=False))
+    composed = rotate(x, 300, rope.frequencies(300, 9, table=True))
     assert mx.abs(fused - composed).max().item() < 2e-4
 
 
 def test_keeps_dtype():
     rope = Rope(tiny_args())
     x = mx.ones((1, 1, 2, 16), dtype=mx.bfloat16)
-    assert rotate(x, 0, rope.table(0, 2)).dtype == mx.bfloat16
+    assert rotate(x, 0, rope.frequencies(0, 2, table=True)).dtype == mx.bfloat16

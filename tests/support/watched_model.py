@@ -34,6 +34,12 @@ class WatchedModel(Transformer):
             self._start, self._script = self._end, self.replies.pop(0) if self.replies else []
         self._pending = 0
         place = self._end - self._start
+        if logits.ndim == 3 and logits.shape[1] > 1:  # over a draft: what follows each position
+            rows = range(logits.shape[1])
+            return mx.stack([self._said(logits[:, row], place - rows[-1] + row) for row in rows], axis=1)
+        return self._said(logits, place)
+
+    def _said(self, logits: mx.array, place: int) -> mx.array:
         if place < len(self._script):
             return mx.where(mx.arange(logits.shape[-1]) == self._script[place], 1e4, logits)
         return logits

@@ -10,7 +10,9 @@ from watched_model import WatchedModel
 
 from app.models import OpenModel
 from app.ui.session import MOST_SESSIONS, Asked, Session, Sessions
+from mlx_llama3.cache_settings import CacheSettings
 from mlx_llama3.errors import UserError
+from mlx_llama3.quantized_cache import QuantizedKVCache
 from mlx_llama3.tokenizer import load_tokenizer
 from mlx_llama3.trace.edits import Scale
 from mlx_llama3.trace.norms import POINTS, NormCapture
@@ -139,6 +141,31 @@ def test_another_model_goes_on_with_what_was_said(opened):
     assert sessions.find(session.id) is session
     assert (session.messages, session.edits, session.model_name) == (said, [], "other")
     assert session.trace.tokens.size == 0
+
+
+def test_conversations_are_kept_in_the_cache_that_was_asked_for(opened):
+    """New, saved and reopened ones; a model that cannot have it is not opened."""
+    sessions = Sessions(CacheSettings(kv_bits=8))
+    with pytest.raises(UserError, match="heads of a multiple of 64, and this model's have 16"):
+        sessions.open_model(opened)
+    assert sessions.opened is None
+    wide = WatchedModel(vocab_size=opened.tokenizer.vocab_size, max_seq_len=2048, head_dim=64)
+    opened = opened._replace(model=wide)
+    sessions.open_model(opened)
+    session = sessions.add()
+    say(session, "Hello " * 150, "Good day to you.")
+    assert isinstance(session.conversation.cache[0], QuantizedKVCache)
+    assert session.trace.norms.shape[-1] == len(session.trace.tokens) >= session.conversation.used - 1
+    position = session.look(20)
+    assert position.cache[0].offset == 21
+    session.save()
+    kept = session.saved_id
+    session.open(opened)
+    session.open(opened, kept)
+    assert isinstance(session.conversation.cache[0], QuantizedKVCache)
+    sessions.close_model()
+    sessions.open_model(opened)
+    assert isinstance(session.conversation.cache[0], QuantizedKVCache)
 
 
 def test_the_least_recently_used_session_goes_first(opened):

@@ -1,0 +1,108 @@
+"""Prompt caches on disk: made by `mlx-llama3 cache`, used by `--prompt-cache`."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from app.models import OpenModel, open_model
+from app.options import cache_settings
+from app.prompt import room_for_answer
+from mlx_llama3 import prompt_cache
+from mlx_llama3.cache_settings import CacheSettings
+from mlx_llama3.conversation import Conversation
+from mlx_llama3.decoding import prefill
+from mlx_llama3.errors import UserError
+from mlx_llama3.files import read_text
+from mlx_llama3.prefix_cache import PrefixCache, common_length
+from mlx_llama3.prompt_head import keep_head, prompt_head
+from mlx_llama3.tokenizer import Tokenizer
+
+
+def write(args: argparse.Namespace) -> None:
+    """What `mlx-llama3 cache` does. Raises `UserError`; what can be refused without the model is refused before it."""
+    if args.system is not None and args.place != "user":
+        raise UserError(f"--system does not go with --as {args.place}, which says everything itself")
+    text, settings = read_text(args.prompt_file), cache_settings(args)
+    if not text.strip():
+        raise UserError(f"{args.prompt_file} is empty; there is nothing to remember")
+    opened = open_model(args.model)
+    ids = beginning(opened.tokenizer, text, args.place, args.system)
+    room_for_answer(opened.model, ids, args.context)
+    if args.place != "raw":
+        settings = keep_head(settings, opened.tokenizer, text if args.place == "system" else args.system)
+    held = PrefixCache(opened.model, settings)
+    mx.eval(prefill(opened.model, ids, held.layers, on_prefill=_reading), [layer.state for layer in held.layers])
+    held.record(ids)
+    prompt_cache.save(args.out, held, opened.model, opened.tokenizer, name=opened.name)
+    print(f"{args.out}: {len(ids)} tokens, {args.out.stat().st_size / 1e6:.1f} MB")
+
+
+def beginning(tokenizer: Tokenizer, text: str, place: str, system: str | None) -> list[int]:
+    """The ids with which every prompt begins that has `text` in this place, whatever follows it there."""
+    if place == "raw":
+        return tokenizer.encode(text, bos=True)
+    if place == "system":
+        return prompt_head(tokenizer, text)
+    before = [{"role": "system", "content": system}] if system else []
+    prompts = [tokenizer.encode_chat([*before, {"role": "user", "content": text + more}]) for more in ("", "\n?")]
+    return prompts[0][: common_length(*prompts)]
+
+
+def asked_cache(args: argparse.Namespace) -> CacheSettings:
+    """How the options want the model to remember. Raises `UserError` for what can be refused before it is loaded."""
+    if args.prompt_cache is not None:
+        if getattr(args, "scale", None):
+            raise UserError("--prompt-cache does not go with --scale: under an edit the model remembers something else")
+        prompt_cache.check(args.prompt_cache)
+    return cache_settings(args)
+
+
+def open_cache(
+    path: Path | None, asked: CacheSettings, opened: OpenModel, messages: list[dict[str, Any]] | None
+) -> PrefixCache:
+    """The cache of `--prompt-cache`, or an empty one; for one answer to `messages` (None: plain text)."""
+    if path is not None:
+        return _load(path, opened, asked)
+    if messages is not None:
+        system = messages[0]["content"] if messages[0]["role"] == "system" else None
+        asked = keep_head(asked, opened.tokenizer, system)
+    return PrefixCache(opened.model, asked)
+
+
+def _load(path: Path, opened: OpenModel, asked: CacheSettings) -> PrefixCache:
+    """Raises `UserError` if the file is not for this model, or if other options ask for another kind of cache."""
+    held = prompt_cache.load(path, opened.model, opened.tokenizer)
+    for name in ("max_kv_size", "kv_bits"):
+        wanted, there = getattr(asked, name), getattr(held.settings, name)
+        if wanted not in (None, there):
+            raise UserError(
+                f"{path} was made {f'with {name} {there}' if there else f'without {name}'}, not {wanted}; "
+                f"leave the option out, or {prompt_cache.REMAKE}"
+            )
+    return held
+
+
+def tell_use(path: Path | None, held: PrefixCache, ids: list[int]) -> None:
+    """Say on standard error how much of the prompt `ids` the file saves."""
+    if path is not None:
+        saved = min(common_length(held.ids, ids), len(ids) - 1)
+        print(f"({path} saves {saved} of the prompt's {len(ids)} tokens; it holds {len(held.ids)})", file=sys.stderr)
+
+
+def adopt(path: Path | None, opened: OpenModel, conversation: Conversation) -> None:
+    """Have a conversation go on from the file of `--prompt-cache`, if there is one; tells how much agrees so far."""
+    if path is None:
+        return
+    held = _load(path, opened, conversation.cache_settings)
+    start = conversation.ids or prompt_head(opened.tokenizer, conversation.system)
+    common = common_length(held.ids, start)
+    print(f"({path}: {common} of its {len(held.ids)} tokens begin this chat)", file=sys.stderr)
+    conversation.adopt(held)
+
+
+def _reading(done: int, total: int) -> None:
+    if sys.stderr.isatty():
+        print(f"\rreading: {done} of {total} tokens", end="\n" if done == total else "", file=sys.stderr, flush=True)

@@ -1,0 +1,71 @@
+"""The models that the benchmarks run: each in the form that every engine reads, made once in a cache folder."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
+
+# Llama 3.2 1B's widths (dim 2048, feed-forward 8192, 32 heads, 8 of keys and values), random weights, some layers.
+WIDTHS_1B = {"dim": 2048, "n_heads": 32, "n_kv_heads": 8, "ffn_dim_multiplier": 1.5, "multiple_of": 256}
+
+
+def cache() -> Path:
+    """Where they are kept: the user's cache folder, a gigabyte in all."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mlx-llama3" / "benchmarks"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def demo() -> dict[str, Path]:
+    """SmolLM2-135M: the GGUF file of the wheel, and what the converter makes of it."""
+    from convert.demo import demo_gguf, demo_model
+
+    gguf, dense = demo_gguf(), cache() / "smollm2-dense"
+    _convert(gguf, dense, "--dequantize", "--dtype", "float16")
+    return {"folder": demo_model(), "gguf": gguf, "dense": dense}
+
+
+def random_1b(layers: int) -> dict[str, Path]:
+    """1B's widths with `layers` layers: bfloat16, 4 bits in groups of 64, and the same as GGUF (Q4_1)."""
+    folder = cache() / f"random-1b-{layers}-layers"
+    dense, packed, gguf = folder / "dense", folder / "4bit", folder / "4bit.gguf"
+    if not dense.exists():
+        folder.mkdir(exist_ok=True)
+        _write_meta(folder / "meta", layers)
+        _convert(folder / "meta", dense)
+    _convert(dense, packed, "--quantize", "4")
+    _convert(dense, gguf, "--to", "gguf-q4_1")
+    return {"folder": packed, "gguf": gguf, "dense": dense}
+
+
+def for_engine(model: dict[str, Path], engine: str) -> Path:
+    """The form of a model that an engine reads."""
+    return model[{"llama.cpp": "gguf", "transformers": "dense"}.get(engine, "folder")]
+
+
+def _convert(source: Path, target: Path, *options: str) -> None:
+    if target.exists():
+        return
+    print(f"making {target.name} ...", file=sys.stderr)
+    command = [sys.executable, "-m", "app.cli", "convert", str(source), str(target), "--quiet", *options]
+    subprocess.run(command, cwd=ROOT, check=True)
+
+
+def _write_meta(folder: Path, layers: int) -> None:
+    """A Meta checkpoint of random bfloat16 numbers, with Meta's own tokenizer: llama.cpp wants all its words."""
+    import shutil
+
+    import llama_models
+    from convert_memory import COMMON, write_checkpoint
+
+    if folder.exists():  # half-written by a run that was stopped
+        shutil.rmtree(folder)
+    params = WIDTHS_1B | COMMON | {"n_layers": layers}
+    write_checkpoint(folder, params, 1)
+    tokenizer = Path(llama_models.__file__).parent / "llama3" / "tokenizer.model"
+    shutil.copy(tokenizer, folder / "tokenizer.model")
+    assert json.loads((folder / "params.json").read_text()) == params

@@ -1,0 +1,80 @@
+"""How much of a model's predictions a quantized cache changes, by bits, first positions and newest positions kept.
+
+    python benchmarks/kv_quality.py [--model NAME] [--text FILE] [--tokens N]
+
+Every position is fed the true text and sees the positions before it as the cache keeps them. Prints the mean KL
+divergence from the predictions with the plain cache, how often the best token is the same, and both perplexities.
+"""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+import mlx_llama3
+from mlx_llama3.cache import KVCache
+from mlx_llama3.kv_records import RecordLayout
+from mlx_llama3.model import Transformer
+from mlx_llama3.quantized_cache import QuantizedKVCache
+
+import mlx.core as mx  # isort: skip
+
+STEP = QuantizedKVCache.FEW
+# Bits of values, first positions, least of the newest ones, and how many are packed at a time.
+FORMS = (
+    (4, 0, 0, 8),
+    (4, 32, 0, 8),
+    (4, 0, 0, 64),
+    (4, 4, 0, 64),
+    (4, 32, 0, 64),
+    (4, 4, 64, 64),
+    (4, 32, 64, 64),
+    (4, 64, 64, 64),
+    (8, 0, 0, 8),
+    (8, 32, 64, 64),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--text", type=Path, default=Path(__file__).parents[1] / "README.md")
+    parser.add_argument("--tokens", type=int, default=1024)
+    args = parser.parse_args()
+    model, tokenizer = mlx_llama3.load(args.model)
+    ids = tokenizer.encode(args.text.read_text(encoding="utf-8"))[: args.tokens]
+    plain = log_probabilities(model, ids, KVCache)
+    print(f"{len(ids)} tokens, perplexity {perplexity(plain, ids):.3f} with the plain cache")
+    print("values  first  newest      divergence  same best token  perplexity")
+    for bits, first, newest, block in FORMS:
+        found = log_probabilities(model, ids, quantized(model, bits, first, newest, block))
+        divergence = (np.exp(plain) * (plain - found)).sum(-1).mean()
+        same = (plain.argmax(-1) == found.argmax(-1)).mean()
+        kept = f"{newest} to {newest + block - 1}"
+        print(f"{bits:<6}  {first:<5}  {kept:<10}  {divergence:.2e}    {same:<15.2%}  {perplexity(found, ids):.3f}")
+
+
+def quantized(model: Transformer, bits: int, first: int, newest: int, block: int) -> Callable[[], KVCache]:
+    """What makes a layer's cache of this form."""
+    sizes = {"FIRST": first, "NEWEST": newest, "BLOCK": block, "ROOM": first + newest + block + STEP}
+    form = type("Form", (QuantizedKVCache,), sizes)
+    return lambda: form(RecordLayout(model.args.head_dim, bits), fused=model.kernels.sdpa_quantized)
+
+
+def log_probabilities(model: Transformer, ids: list[int], make: Callable[[], KVCache]) -> np.ndarray:
+    """Of every next token, float32 `(len(ids), vocab_size)`."""
+    cache, rows = [make() for _ in model.layers], []
+    for start in range(0, len(ids), STEP):
+        logits = model(mx.array([ids[start : start + STEP]]), start, cache)[0].astype(mx.float32)
+        rows.append(np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True)))
+    return np.concatenate(rows)
+
+
+def perplexity(logs: np.ndarray, ids: list[int]) -> float:
+    """Of the text under these predictions."""
+    return float(np.exp(-logs[np.arange(len(ids) - 1), ids[1:]].mean()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""Parts of the tensors in safetensors files, read without the rest of them."""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_llama3.checkpoint import Checkpoint, CheckpointError, Quantization, not_finite, weight_files
+from mlx_llama3.shapes import expected_shapes
+
+ROWS, COLUMNS = 0, 1
+# More than 2 GB in one call is refused by macOS.
+AT_ONCE = 1 << 30
+
+# safetensors' name: how NumPy holds the bits, and what they mean.
+_TYPES = {
+    "BF16": (np.uint16, mx.bfloat16),
+    "F16": (np.float16, mx.float16),
+    "F32": (np.float32, mx.float32),
+    "U8": (np.uint8, mx.uint8),
+    "U32": (np.uint32, mx.uint32),
+}
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Rows or columns (`axis`) of a matrix, `start` up to `end`."""
+
+    axis: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A tensor's part, not read yet: of `tensor` in `path`, with the shape and type of what `read` gives."""
+
+    path: Path
+    offset: int  # of the tensor, in bytes
+    whole: tuple[int, ...]
+    stored: str
+    cut: Cut | None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the part."""
+        return part_shape(self.whole, self.cut)
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """As MLX has it."""
+        return _TYPES[self.stored][1]
+
+    @property
+    def size(self) -> int:
+        """Numbers."""
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes."""
+        return self.size * self.dtype.size
+
+    def read(self) -> mx.array:
+        """The part; reads no byte of the rest."""
+        bits, dtype = _TYPES[self.stored]
+        part = np.empty(self.shape, bits)
+        row = prod(self.whole[1:]) * part.itemsize
+        with open(self.path, "rb", buffering=0) as file:
+            if self.cut is None or self.cut.axis == ROWS:
+                _read(file.fileno(), part, self.offset + (self.cut.start * row if self.cut else 0), self.path)
+            else:
+                first = self.offset + self.cut.start * part.itemsize
+                for number, piece in enumerate(part):
+                    _read(file.fileno(), piece, first + number * row, self.path)
+        array = mx.array(part)
+        return array if array.dtype == dtype else array.view(dtype)
+
+
+class SlicedCheckpoint(Checkpoint):
+    """A model folder of which only parts are read: `cuts` of dense tensors by name, None for all of one.
+
+    What `cuts` does not name is left out.
+    """
+
+    def __init__(self, whole: Checkpoint, cuts: Mapping[str, Cut | None]) -> None:
+        self.folder, self.args, self._quantization = whole.folder, whole.args, whole._quantization
+        self._dtype = whole.dtype
+        shapes = expected_shapes(whole.args)
+        self._n_weights = sum(prod(part_shape(shapes[name], cut)) for name, cut in cuts.items())
+        stored = {name: entry for path in weight_files(whole.folder) for name, entry in _header(path).items()}
+        self.weights = {}
+        for name, cut in cuts.items():
+            module = name.removesuffix(".weight")
+            how = whole.quantization(module)
+            self.weights[name] = Slice(*stored[name], _packed(cut, how))
+            if how is not None:
+                for key in {f"{module}.scales", f"{module}.biases"} & whole.weights.keys():
+                    self.weights[key] = Slice(*stored[key], _grouped(cut, how))
+
+    @property
+    def n_weights(self) -> int:
+        """Numbers in all parts, quantized ones unpacked."""
+        return self._n_weights
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """That of the whole model, so that all ranks have the same."""
+        return self._dtype
+
+    def check_finite(self) -> None:
+        """Nothing yet: `take` checks each part when it is read, once."""
+
+    def take(self, key: str) -> mx.array:
+        """Read a tensor's part. Raises `UserError` if it holds NaN or infinity."""
+        tensor = self.weights.pop(key).read()
+        # float16 sums overflow, and on the CPU 16-bit reductions are slow.
+        if mx.issubdtype(tensor.dtype, mx.floating) and not mx.isfinite(mx.sum(tensor.astype(mx.float32))).item():
+            raise not_finite(self.folder, key)
+        return tensor
+
+
+def part_shape(whole: tuple[int, ...], cut: Cut | None) -> tuple[int, ...]:
+    """Of a tensor with the shape `whole`, cut."""
+    return tuple(cut.end - cut.start if cut and axis == cut.axis else n for axis, n in enumerate(whole))
+
+
+def _packed(cut: Cut | None, how: Quantization | None) -> Cut | None:
+    """Where a cut of a dense matrix runs in its packed weights, 32 bits a column."""
+    if cut is None or how is None or cut.axis == ROWS:
+        return cut
+    return Cut(COLUMNS, cut.start * how.bits // 32, cut.end * how.bits // 32)
+
+
+def _grouped(cut: Cut | None, how: Quantization) -> Cut | None:
+    """Where it runs in its scales or biases, one a group."""
+    if cut is None or cut.axis == ROWS:
+        return cut
+    return Cut(COLUMNS, cut.start // how.group_size, cut.end // how.group_size)
+
+
+def _header(path: Path) -> dict[str, tuple[Path, int, tuple[int, ...], str]]:
+    """Where each tensor of a file lies: path, offset, shape and type, for `Slice`. The file was checked before."""
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        entries = json.loads(file.read(length))
+    return {
+        name: (path, 8 + length + entry["data_offsets"][0], tuple(entry["shape"]), entry["dtype"])
+        for name, entry in entries.items()
+        if name != "__metadata__"
+    }
+
+
+def _read(file: int, into: np.ndarray, offset: int, path: Path) -> None:
+    """Fill `into` from `offset` on."""
+    view = memoryview(into).cast("B")
+    while view:
+        count = os.preadv(file, [view[:AT_ONCE]], offset)
+        if not count:
+            raise CheckpointError(f"{path}: the file ends too early; download or convert the model again")
+        view, offset = view[count:], offset + count

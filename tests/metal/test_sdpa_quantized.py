@@ -1,0 +1,165 @@
+"""`sdpa_quantized` as it is shipped, run on the CPU: values, bytes, races, barriers."""
+
+from itertools import cycle
+
+import numpy as np
+import pytest
+from quantized_attention import attention64, inputs
+
+from mlx_llama3.kernels import sdpa_quantized
+from mlx_llama3.kv_records import RecordLayout, unpack
+from mlx_llama3.quantized_cache import QuantizedKVCache
+from tests.metal.emulator import emulated
+from tests.metal.mutation import unneeded_barriers
+from tests.metal.proof import Report, prove
+
+import mlx.core as mx  # isort: skip
+
+# float32: sums in another order. Below, the rounding of the output is all that differs.
+TOLERANCE = {mx.float32: (3e-6, 0.0), mx.float16: (1e-5, 2**-10), mx.bfloat16: (1e-5, 2**-7)}
+DTYPES = tuple(TOLERANCE)
+
+
+def proven(layout: RecordLayout, lengths: tuple[int, int], *, dtype=mx.float32, **shape: int) -> Report:
+    """A proof whose every input byte that is read is read by one threadgroup, and no unused one."""
+    arrays = inputs(layout, lengths, dtype=dtype, **shape)
+    atol, rtol = TOLERANCE[dtype]
+    rest = (*arrays, lengths, layout.head_dim**-0.5, layout)
+    report = prove(sdpa_quantized.fused, sdpa_quantized.reference, *rest, atol=atol, rtol=rtol)
+    heads = 2 * shape.get("B", 1)
+    used = {
+        "dense": 2 * heads * lengths[0] * layout.head_dim * dtype.size,
+        "records": heads * lengths[1] * layout.words * 4,
+    }
+    for name, nbytes in used.items():
+        traffic = report.dispatches[0].traffic[name]
+        assert traffic.unique_read == traffic.group_read == nbytes
+    return report
+
+
+FORMS = cycle([(64, 4, mx.float32), (128, 4, mx.float16), (64, 8, mx.bfloat16), (128, 8, mx.float32)])
+
+
+@pytest.mark.parametrize(("group", "form"), list(zip(range(1, 17), FORMS, strict=False)), ids=str)
+def test_every_group_of_heads(group, form):
+    """1 to 16 query heads for a KV head, in all head sizes, bits and types."""
+    head_dim, value_bits, dtype = form
+    report = proven(RecordLayout(head_dim, value_bits), (9, 40 + 3 * group), group=group, dtype=dtype)
+    assert len(report.dispatches) == 1
+
+
+@pytest.mark.parametrize(
+    ("lengths", "form"),
+    list(zip([(1, 0), (2, 1), (1, 63), (65, 0), (40, 1), (7, 250), (130, 701), (1, 1022)], FORMS, strict=False)),
+    ids=str,
+)
+def test_lengths_in_one_pass(lengths, form):
+    """Dense part empty but for the new position, or alone; less than a simdgroup's share, and across all of them."""
+    head_dim, value_bits, dtype = form
+    assert len(proven(RecordLayout(head_dim, value_bits), lengths, group=3, dtype=dtype).dispatches) == 1
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "lengths", "value_bits", "dtype", "group"),
+    [
+        (64, (1, 1023), 4, mx.float32, 4),
+        (128, (96, 1500), 8, mx.bfloat16, 8),
+        (128, (1100, 0), 4, mx.float32, 1),
+        (64, (33, 4000), 4, mx.float16, 3),
+        (128, (120, 2500), 4, mx.float16, 5),
+    ],
+    ids=str,
+)
+def test_two_passes(head_dim, lengths, value_bits, dtype, group):
+    report = proven(RecordLayout(head_dim, value_bits), lengths, group=group, dtype=dtype)
+    _, second = report.dispatches
+    parts = second.traffic["parts"]
+    rows = 2 * group
+    assert parts.unique_read == parts.group_read == rows * sdpa_quantized._blocks(sum(lengths)) * 4 * (head_dim + 2)
+    assert second.traffic["out"].unique_written == rows * head_dim * dtype.size
+
+
+@pytest.mark.parametrize(
+    ("S", "group", "lengths", "B"),
+    [(2, 4, (2, 100), 1), (5, 3, (70, 40), 2), (6, 8, (8, 0), 1), (3, 16, (30, 1100), 1), (7, 1, (40, 9), 3)],
+    ids=str,
+)
+def test_drafts_and_batches(S, group, lengths, B):
+    """Several new positions see each other in order; rows of a batch do not meet."""
+    proven(RecordLayout(64, 4), lengths, group=group, S=S, B=B)
+
+
+def test_random_shapes():
+    random = np.random.default_rng(0)
+    for form, _ in zip(FORMS, range(4), strict=False):
+        S, group = int(random.integers(1, 9)), int(random.integers(1, 9))
+        lengths = (int(random.integers(S, 160)), int(random.integers(0, 400)))
+        B = int(random.integers(1, 3))
+        proven(RecordLayout(*form[:2]), lengths, group=group, S=S, B=B, dtype=form[2])
+
+
+def test_views_are_read_in_place():
+    """Queries out of a wider projection, and a cache that is cut out of another: strides, no copies."""
+    layout, lengths = RecordLayout(64, 4), (20, 70)
+    q, dense, records = inputs(layout, lengths, group=3, S=2)
+    wide = mx.concatenate([q, q + 1], axis=1).transpose(0, 2, 1, 3)
+    views = (
+        mx.contiguous(wide).transpose(0, 2, 1, 3)[:, :6],
+        mx.concatenate([dense, dense + 1], axis=2)[:, :, :2],
+        mx.concatenate([records, records], axis=3)[..., : layout.words],
+    )
+    report = prove(sdpa_quantized.fused, sdpa_quantized.reference, *views, lengths, 0.125, layout, atol=3e-6)
+    expected = attention64(q, dense, records, lengths, 0.125, layout)
+    np.testing.assert_allclose(np.array(report.outputs[0]), expected, atol=3e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("lengths", [(50, 300), (50, 1200)], ids=str)
+def test_no_further_from_float64_than_what_it_replaces(dtype, lengths):
+    """The replaced: positions made dense in the model's type, then MLX's attention."""
+    layout = RecordLayout(128, 4)
+    q, dense, records = inputs(layout, lengths, group=4, dtype=dtype)
+    report = proven(layout, lengths, group=4, dtype=dtype)
+    old = unpack(records[:, :, : lengths[1]], layout, dtype)
+    keys, values = (mx.concatenate([old[i], dense[i, :, :, : lengths[0]]], axis=2) for i in range(2))
+    replaced = mx.fast.scaled_dot_product_attention(q, keys, values, scale=128**-0.5)
+    expected = attention64(q, dense, records, lengths, 128**-0.5, layout)
+    errors = [np.abs(np.array(each.astype(mx.float32)) - expected).max() for each in (report.outputs[0], replaced)]
+    assert errors[0] <= 1.1 * errors[1]  # in float32 both err by the order of their sums
+
+
+@pytest.mark.parametrize("lengths", [(40, 500), (40, 1500)], ids=["one pass", "two passes"])
+def test_every_barrier_is_needed(lengths):
+    report = proven(RecordLayout(64, 4), lengths, group=6)
+    for one in report.dispatches:
+        assert unneeded_barriers([one.dispatch]) == []
+
+
+def test_a_cache_with_the_kernel_is_the_cache_without():
+    """A prompt, a draft of which a part is taken back, single positions across a block and across 1,024 positions."""
+    layout = RecordLayout(64, 4)
+    caches = [QuantizedKVCache(layout, fused=fused) for fused in (True, False)]
+    kv, q = mx.random.normal((2, 1, 2, 1100, 64)), mx.random.normal((1, 6, 1100, 64))
+    with emulated() as emulation:
+        start, calls = 0, 0
+        for length, kept in ((150, 150), (5, 2), (1, 1), (860, 860), *[(1, 1)] * 12):
+            part = slice(start, start + length)
+            mask = "causal" if length > 1 else None
+            outputs = [each.attend(q[:, :, part], kv[:, :, :, part], 0.125, mask) for each in caches]
+            np.testing.assert_allclose(*map(np.array, outputs), atol=3e-6)
+            for each in caches:
+                each.trim(length - kept)
+            start += kept
+            calls += length <= 8
+        assert emulation.called("llama3_sdpa_quantized_float") == calls
+        assert emulation.called("llama3_sdpa_quantized_reduce") == start - 1023
+    for found, expected in zip(*(each.fetch() for each in caches), strict=True):
+        np.testing.assert_array_equal(np.array(found), np.array(expected))
+
+
+def test_large_scores_do_not_overflow():
+    """Scores of some thousands, where an exponential without the largest score taken off would be infinite."""
+    layout, lengths = RecordLayout(64, 8), (30, 100)
+    q, dense, records = inputs(layout, lengths)
+    report = prove(sdpa_quantized.fused, sdpa_quantized.reference, q, dense, records, lengths, 100.0, layout, atol=1e-3)
+    assert np.isfinite(np.array(report.outputs[0])).all()

@@ -1,0 +1,121 @@
+"""What rank 0 tells the others, and when it tells nothing."""
+
+import gc
+import signal
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tiny_models import tiny_args
+
+import mlx.core as mx  # isort: skip
+
+from mlx_llama3.cache import KVCache
+from mlx_llama3.cache_settings import CacheSettings
+from mlx_llama3.errors import UserError
+from mlx_llama3.parallel.leader import Leader, LeadTransformer, Ticket
+
+TOKENS = mx.array([[1, 2, 3]])
+
+
+class Alone:
+    """A world of one rank that keeps what is told."""
+
+    size = 2
+
+    def __init__(self) -> None:
+        self.together, self.told = False, []
+        self.connections = SimpleNamespace(part=lambda last: last())
+
+    def tell(self, message: dict[str, Any]) -> None:
+        assert self.together
+        self.told.append(message)
+
+    def from_front(self, x: mx.array) -> mx.array:
+        assert self.together
+        return x
+
+    def agree(self, error: str = "") -> str:
+        return error
+
+
+@pytest.fixture
+def world() -> Alone:
+    return Alone()
+
+
+@pytest.fixture
+def model(world: Alone) -> LeadTransformer:
+    model = LeadTransformer(tiny_args(), Leader(world))
+    model._ticket = Ticket(100)
+    return model
+
+
+def test_a_pass_is_told_once_whatever_it_calls(world: Alone, model: LeadTransformer):
+    cache = model.make_cache(CacheSettings(max_kv_size=8))
+    model(TOKENS, 0, cache)
+    model.residual(TOKENS[:, :1], 3, cache)
+    model.head(mx.zeros((2, 64)))
+    settings = {"kv_bits": None, "max_kv_size": 8, "kv_keep": 4}
+    assert world.told == [
+        {"op": "logits", "model": 100, "shape": (1, 3), "at": 0, "cache": 1, "settings": settings},
+        {"op": "residual", "model": 100, "shape": (1, 1), "at": 3, "cache": 1},
+        {"op": "head", "model": 100, "shape": (2, 64), "dtype": "float32"},
+    ]
+    assert not world.together
+
+
+def test_a_prefix_is_a_cache_of_its_own_and_both_are_dropped_when_they_are_gone(world: Alone, model: LeadTransformer):
+    cache = model.make_cache()
+    model(TOKENS, 0, cache)
+    twin = [entry.prefix(2) for entry in cache]
+    model(TOKENS[:, :1], 2, twin)
+    model(TOKENS[:, :1], 3, cache)
+    assert [(each["cache"], each.get("of")) for each in world.told] == [(1, None), (2, 1), (1, None)]
+    del cache, twin
+    gc.collect()
+    model(TOKENS)
+    assert sorted(world.told[-1]["drop"]) == [1, 2] and "cache" not in world.told[-1]
+    model(TOKENS)
+    assert "drop" not in world.told[-1]
+
+
+def test_what_is_wrong_is_found_before_anybody_is_told(world: Alone, model: LeadTransformer):
+    with pytest.raises(ValueError, match="start_pos is 2"):
+        model(TOKENS, 2, model.make_cache())
+    with pytest.raises(ValueError, match="tokens have shape"):
+        model(TOKENS[0])
+    with pytest.raises(UserError, match="do not have this cache"):
+        model(TOKENS, 0, [KVCache() for _ in model.layers])
+    filled = model.make_cache()
+    for entry in filled:
+        entry.update_and_fetch(mx.zeros((2, 1, 2, 5, 16)))
+    with pytest.raises(UserError, match="do not have this cache"):
+        model(TOKENS, 5, filled)
+    assert world.told == []
+
+
+def test_ctrl_c_waits_until_the_pass_is_queued(world: Alone, model: LeadTransformer):
+    def press(x: mx.array) -> mx.array:
+        signal.raise_signal(signal.SIGINT)
+        return x
+
+    cache = model.make_cache()
+    world.from_front = press
+    with pytest.raises(KeyboardInterrupt):
+        model(TOKENS, 0, cache)
+    assert [entry.offset for entry in cache] == [3, 3, 3]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    model._leader.end()
+    assert world.told[-1]["op"] == "end"
+
+
+def test_after_a_fault_inside_a_pass_nothing_more_is_told(world: Alone, model: LeadTransformer):
+    def fail(x: mx.array) -> mx.array:
+        raise MemoryError
+
+    world.from_front = fail
+    with pytest.raises(MemoryError):
+        model(TOKENS)
+    model._leader.end()
+    assert [each["op"] for each in world.told] == ["logits"]

@@ -1,0 +1,82 @@
+"""A block's parts in the form for the CPU give what the model's own give."""
+
+import threading
+
+import pytest
+from mlx.utils import tree_flatten
+from tiny_models import quantized, random_weights, tiny_args, write_folder
+
+from mlx_llama3 import cpu
+from mlx_llama3.cpu_blocks import SpreadColumns, SpreadFeedForward, spread_blocks
+from mlx_llama3.loading import load_model
+from mlx_llama3.model import FeedForward, Transformer
+
+import mlx.core as mx  # isort: skip
+
+
+@pytest.fixture(params=[1, 2, 3, 8])
+def cores(request, monkeypatch):
+    monkeypatch.setattr(cpu, "n_streams", lambda: request.param)
+    monkeypatch.setattr(cpu, "_own", threading.local())
+    return request.param
+
+
+def feed_forward() -> FeedForward:
+    mx.random.seed(3)
+    model = Transformer(tiny_args())
+    cpu.expand(model, mx.float32)
+    return model.layers[0].feed_forward
+
+
+@pytest.mark.parametrize("shape", [(), (1, 1), (2, 5), (1, 40)])
+def test_feed_forward(cores, shape):
+    whole = feed_forward()
+    x = mx.random.normal((*shape, whole.w2.weight.shape[0]), key=mx.random.key(1))
+    spread = SpreadFeedForward(whole)
+    y = spread(x)
+    assert y.shape == x.shape
+    assert mx.abs(y - whole(x)).max().item() < 1e-6
+    hidden = mx.random.normal((*shape, whole.w2.weight.shape[1]), key=mx.random.key(2))
+    assert mx.abs(spread.w2(hidden) - whole.w2(hidden)).max().item() < 1e-5
+    assert mx.array_equal(spread.w2.weight, whole.w2.weight).item()
+
+
+def test_a_new_weight_counts(cores):
+    spread, x = SpreadFeedForward(feed_forward()), mx.ones((1, 1, 64))
+    assert mx.abs(spread(x)).max().item() > 0
+    spread.w13.parts[0].weight = mx.zeros_like(spread.w13.parts[0].weight)
+    assert mx.abs(spread(x)).max().item() == 0
+    spread = SpreadFeedForward(feed_forward())
+    before = spread(x)
+    spread.w2.weight = 2 * spread.w2.weight
+    assert mx.abs(spread(x) - 2 * before).max().item() < 1e-6
+
+
+def test_from_another_thread():
+    spread, x, found = SpreadFeedForward(feed_forward()), mx.ones((1, 1, 64)), []
+    mx.eval(spread.parameters(), x)
+    expected = spread(x).tolist()
+    thread = threading.Thread(target=lambda: found.append(spread(x).tolist()))
+    thread.start()
+    thread.join()
+    assert found == [expected]
+
+
+def test_a_loaded_model_is_spread_and_holds_its_weights_once(tmp_path):
+    args = tiny_args()
+    settings = {"bits": 4, "group_size": 32}
+    before = mx.get_active_memory()
+    model = load_model(write_folder(tmp_path, args, quantized(random_weights(args)), quantization=settings))
+    assert all(isinstance(layer.feed_forward, SpreadFeedForward) for layer in model.layers)
+    assert all(isinstance(layer.feed_forward.w2, SpreadColumns) for layer in model.layers)
+    mx.eval(model(mx.array([[1, 2, 3]])), model(mx.array([[1]])))
+    mx.clear_cache()
+    weights = sum(weight.nbytes for _, weight in tree_flatten(model.parameters()))
+    assert mx.get_active_memory() - before < 1.1 * weights + 50_000
+
+
+def test_what_is_not_spread_stays_as_it_is():
+    model = Transformer(tiny_args())
+    before = [layer.feed_forward for layer in model.layers]
+    spread_blocks(model)
+    assert [layer.feed_forward for layer in model.layers] == before

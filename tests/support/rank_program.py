@@ -1,0 +1,159 @@
+"""One rank of a test: `python rank_program.py split|pipeline|alone SCENARIO FOLDER...` prints JSON on rank 0.
+
+With "alone" the same runs in one process, without `mx.distributed`: what the split model is compared with.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import mlx_llama3  # first: it puts a fast BLAS in place before MLX is loaded  # noqa: F401
+
+import mlx.core as mx  # isort: skip
+
+from mlx_llama3.cache import KVCache
+from mlx_llama3.cache_settings import CacheSettings
+from mlx_llama3.decoding import prefill
+from mlx_llama3.loading import load_model
+from mlx_llama3.model import Transformer
+from mlx_llama3.parallel.follower import follow
+from mlx_llama3.parallel.leader import leader
+from mlx_llama3.parallel.whole import is_part
+from mlx_llama3.parallel.world import world
+from mlx_llama3.sampling import Sampler, Sampling
+from mlx_llama3.trace.attention import attention_from
+from mlx_llama3.trace.edits import Scale, edited
+from mlx_llama3.trace.neurons import neurons
+from mlx_llama3.trace.position import Position, look
+
+PROMPT = [5, 17, 200, 3, 319, 42, 42, 0, 7, 311]
+
+
+def few(model: Transformer) -> dict:
+    """Logits of a whole pass, and of one in chunks; greedy tokens."""
+    cache = model.make_cache()
+    found = {"whole": model(mx.array([PROMPT]))[0], "chunks": prefill(model, PROMPT, cache, chunk=8)}
+    tokens = sample(model, found["chunks"], cache, Sampling(), 3)
+    return {name: value.tolist() for name, value in found.items()} | {"greedy": tokens}
+
+
+def passes(model: Transformer) -> dict:
+    """Logits of every kind of pass: whole, in chunks with a cache, token by token, after a trim, a batch, no cache."""
+    found = {"whole": model(mx.array([PROMPT]))[0], "batch": model(mx.array([PROMPT[:4], PROMPT[4:8]]))}
+    cache = model.make_cache()
+    found["chunks"] = prefill(model, PROMPT, cache, chunk=4)
+    tokens = sample(model, found["chunks"], cache, Sampling(), 5)
+    for entry in cache:
+        entry.trim(4)
+    found["trimmed"] = model(mx.array([[9, 8]]), cache[0].offset, cache)
+    twin = [entry.prefix(4) for entry in cache]
+    found["twin"] = model(mx.array([[1]]), 4, twin)
+    found["after twin"] = model(mx.array([[2]]), cache[0].offset, cache)
+    window = model.make_cache(CacheSettings(max_kv_size=8))
+    found["window"] = prefill(model, PROMPT * 2, window, chunk=4)
+    sampling = Sampling(temperature=1.0, top_p=0.9, seed=7)
+    drawn = sample(model, prefill(model, PROMPT, cache := model.make_cache()), cache, sampling, 6)
+    return {name: value.tolist() for name, value in found.items()} | {"greedy": tokens, "drawn": drawn}
+
+
+def sample(model: Transformer, logits: mx.array, cache: list, sampling: Sampling, count: int) -> list[int]:
+    """Tokens as `decoding.decode` makes them: the pass of one is queued before it is known."""
+    sampler, tokens = Sampler(sampling, model.args.vocab_size), []
+    for _ in range(count):
+        token, _ = sampler(logits)
+        logits = model(token[:, None], cache[0].offset, cache)[:, -1]
+        mx.async_eval(logits)
+        tokens.append(token.item())
+    return tokens
+
+
+def looking(model: Transformer) -> dict:
+    """What looks inside: states and lens are there, single heads and edits are refused."""
+    position = look(model, PROMPT, 6)
+    found = {"resid_post": position.states["resid_post"].tolist(), "lens": position.logits.tolist()}
+    if is_part(model):
+        found |= {name: refusal(ask) for name, ask in refused(model, position).items()}
+    # And nobody waits for anybody: the next pass is as the first.
+    found["again"] = model(mx.array([PROMPT]))[0].tolist()
+    return found
+
+
+def refused(model: Transformer, position: Position) -> dict:
+    """What must be refused before anything is run."""
+    return {
+        "heads": lambda: attention_from(position, 0),
+        "neurons": lambda: neurons(position, 0),
+        "edits": lambda: edited(model, [Scale(0, "mlp")]),
+        "matrix": lambda: model.layers[0].feed_forward.w2(mx.zeros((1, 1, 64))),
+        "weight": lambda: model.tok_embeddings.weight,
+        "foreign cache": lambda: model(mx.array([[1]]), 0, [KVCache() for _ in model.layers]),
+        "start": lambda: model(mx.array([[1]]), 3, model.make_cache()),
+    }
+
+
+def refusal(ask: Callable[[], object]) -> str:
+    try:
+        return f"no error, but {ask()}"
+    except ValueError as error:  # as UserError is one
+        return str(error)
+
+
+def memory(model: Transformer) -> dict:
+    """Bytes that loading the model and a pass took at most, and that were read from disk for it."""
+    mx.eval(model(mx.array([PROMPT])))
+    return {"peak": mx.get_peak_memory(), "read": read_bytes() - BEFORE}
+
+
+def forever(model: Transformer) -> dict:
+    """Decode without end; says on standard error when it is under way."""
+    cache = model.make_cache()
+    logits = prefill(model, PROMPT, cache)
+    sample(model, logits, cache, Sampling(), 3)
+    print("running", file=sys.stderr, flush=True)
+    while True:
+        for entry in cache:
+            entry.trim(entry.offset - len(PROMPT))
+        sample(model, logits, cache, Sampling(), 100)
+
+
+def idle(model: Transformer) -> dict:
+    """Wait at the keyboard."""
+    mx.eval(model(mx.array([PROMPT])))
+    print("running", file=sys.stderr, flush=True)
+    sys.stdin.read()
+    return {}
+
+
+def read_bytes() -> int:
+    """Bytes that this process has asked the kernel for so far; 0 where the kernel does not count them."""
+    counts = Path("/proc/self/io")
+    return int(counts.read_text().split()[1]) if counts.exists() else 0
+
+
+def main() -> None:
+    how, scenario, *folders = sys.argv[1:]
+    run = {each.__name__: each for each in (few, passes, looking, memory, forever, idle)}[scenario]
+    if how == "alone":
+        print(json.dumps([run(load_model(folder)) for folder in folders]))
+        return
+    if world().rank:
+        follow(world(), Path)
+        if scenario == "memory":
+            found = {"peak": mx.get_peak_memory(), "read": read_bytes() - BEFORE}
+            Path(os.environ["FOLLOWER_REPORT"]).write_text(json.dumps(found))
+        return
+    lead = leader()
+    lead.pipeline = how == "pipeline"
+    with lead.world.connections.watched(0):
+        try:
+            found = [run(lead.load_model("", Path(folder))) for folder in folders]
+        finally:
+            lead.end()
+    print(json.dumps(found))
+
+
+BEFORE = read_bytes()
+if __name__ == "__main__":
+    main()

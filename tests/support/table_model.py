@@ -1,0 +1,40 @@
+"""A model whose next token depends on the last one only, by a table, so that every probability is known."""
+
+from types import SimpleNamespace
+
+import mlx.core as mx
+
+
+class _Place:
+    """A cache that remembers nothing but how far it is."""
+
+    def __init__(self) -> None:
+        self.offset, self.state = 0, []
+
+    def trim(self, count: int) -> None:
+        self.offset -= count
+
+    def reach(self, length: int) -> int:
+        return min(length, self.offset)
+
+
+class TableModel:
+    """`table` `(vocab, vocab)`: logits after each token. Runs as `Transformer` does."""
+
+    def __init__(self, table: mx.array) -> None:
+        self.table = table
+        self.args = SimpleNamespace(vocab_size=table.shape[0], max_seq_len=10**9)
+
+    def make_cache(self, *_settings: object) -> list[_Place]:
+        return [_Place()]
+
+    def residual(self, tokens: mx.array, start_pos: int, cache: list[_Place]) -> mx.array:
+        assert cache[0].offset == start_pos
+        cache[0].offset += tokens.shape[1]
+        return tokens[..., None]
+
+    def head(self, x: mx.array) -> mx.array:
+        return self.table[x[..., 0]]
+
+    def __call__(self, tokens: mx.array, start_pos: int, cache: list[_Place]) -> mx.array:
+        return self.head(self.residual(tokens, start_pos, cache))
