@@ -6,6 +6,9 @@ import mlx.core as mx
 
 from mlx_llama3.cpu_attention import attend
 
+# More positions than any pass brings.
+MANY = 1 << 30
+
 
 class KVCache:
     """Keys and values of one layer, in a buffer that grows by `STEP` positions and is written in place.
@@ -67,6 +70,11 @@ class KVCache:
     def positions(self, length: int) -> int | mx.array:
         """Of the first of `length` new tokens; an array `(B,)` where each row of a batch has its own."""
         return self.offset
+
+    @property
+    def steady(self) -> int:
+        """New positions that one pass may bring, each seeing of the past what it would see in a pass of its own."""
+        return MANY
 
     @property
     def complete(self) -> bool:

@@ -193,6 +193,7 @@ class _Passes:
     def after(self, token: int, speculation: Speculation, most: int) -> _Pass:
         """A pass over a token that is known and, if `most` is not 0, a draft of so many more at most."""
         known = mx.array([token], dtype=mx.uint32)
+        most = min(most, self._cache[0].steady - 1)
         return self._over_draft(known, speculation.propose(most, self._sampler)) if most > 0 else self.plain(known)
 
     def read(self, done: _Pass) -> tuple[list[int], int]:

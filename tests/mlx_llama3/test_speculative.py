@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from table_model import TableModel
-from tiny_models import tiny_model
+from tiny_models import random_weights, tiny_args, tiny_model, write_folder
 from watched_model import WatchedModel
 
 from mlx_llama3.cache_settings import CacheSettings
@@ -14,6 +14,7 @@ from mlx_llama3.draft_switch import Switch
 from mlx_llama3.drafting import ModelDrafter, NgramDrafter
 from mlx_llama3.errors import UserError
 from mlx_llama3.generation import Step, generate
+from mlx_llama3.loading import load_model
 from mlx_llama3.sampling import Sampler, Sampling
 from mlx_llama3.speculative import Speculation, speculate
 from mlx_llama3.tokenizer import load_tokenizer
@@ -212,6 +213,30 @@ def test_wherever_it_is_left_the_cache_holds_what_was_handed_out(model, tokenize
         entry.trim(entry.offset - (len(context) - 1))
     rest = {"cache": cache, "history": context[:-1], "draft": draft, "max_tokens": 40 - ahead}
     assert said + tokens(model, tokenizer, ids=context[-1:], **rest) == expected
+
+
+@pytest.mark.parametrize("kv_bits", [4, 8])
+def test_a_quantized_cache_sees_the_same_with_drafts(tmp_path, tokenizer, kv_bits):
+    """Blocks are packed at the same tokens: else tokens differ from some packed block on."""
+    args = tiny_args(head_dim=64)
+    model, settings = load_model(write_folder(tmp_path, args, random_weights(args))), CacheSettings(kv_bits=kv_bits)
+
+    def answer(draft: Speculation | None, cache: list) -> list[int]:
+        return tokens(model, tokenizer, draft, max_tokens=400, cache=cache)
+
+    cache = model.make_cache(settings)
+    expected = answer(None, cache)
+    for drafted in (1, 4, 11):
+        draft, drafts_cache = (
+            Speculation(lambda: ModelDrafter(model, VOCAB), tokens=drafted),
+            model.make_cache(settings),
+        )
+        assert answer(draft, drafts_cache) == expected
+        assert draft.accepted > 150
+        for one, other in zip(cache, drafts_cache, strict=True):
+            found = [each[:, :, :400] for each in other.fetch()]
+            for a, b in zip(one.fetch(), found, strict=True):
+                np.testing.assert_allclose(np.array(a[:, :, :400]), np.array(b), atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["ngram", "near"])
