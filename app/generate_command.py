@@ -1,6 +1,7 @@
 """`mlx-llama3 generate`: its options. The rest is imported when it runs, so that `--help` costs no import of MLX."""
 
 import argparse
+from pathlib import Path
 
 from app.edit_options import add_edit_options
 from app.options import (
@@ -10,6 +11,7 @@ from app.options import (
     add_prompt_cache_option,
     add_sampling_options,
     add_window_option,
+    positive,
     whole,
 )
 from app.prompt import add_prompt_options
@@ -30,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_window_option(parser)
     add_prompt_cache_option(parser)
     add_ranks_options(parser)
+    _add_batch_options(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object when the answer is complete")
     parser.add_argument(
         "--logprobs",
@@ -40,8 +43,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-v", "--verbose", action="store_true", help="print speeds and memory to standard error")
 
 
+def _add_batch_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("many prompts at once")
+    group.add_argument(
+        "--batch",
+        type=Path,
+        metavar="FILE",
+        help='answer a file of prompts (-: standard input), one a line as JSON: "text", or {"prompt": "text"} or '
+        '{"messages": [...]} with "id", "system" and options such as "max_tokens" and "seed" of its own',
+    )
+    group.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        default=Path("-"),
+        help="where the answers go, a line of JSON each, in order; run again, it goes on where it was interrupted "
+        "(default: standard output)",
+    )
+    group.add_argument(
+        "--batch-size", type=positive, metavar="N", default=8, help="prompts at a time, as memory allows (default: 8)"
+    )
+
+
 def run(args: argparse.Namespace) -> int:
     """Answer and end."""
+    if args.batch is not None:
+        from app.batch import answer_file
+
+        answer_file(args, MAX_TOKENS)
+        return 0
     from app.generate import answer
 
     answer(args, MAX_TOKENS)

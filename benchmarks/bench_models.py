@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -37,9 +38,17 @@ def random_1b(layers: int) -> dict[str, Path]:
         folder.mkdir(exist_ok=True)
         _write_meta(folder / "meta", layers)
         _convert(folder / "meta", dense)
+        shutil.rmtree(folder / "meta")
     _convert(dense, packed, "--quantize", "4")
     _convert(dense, gguf, "--to", "gguf-q4_1")
     return {"folder": packed, "gguf": gguf, "dense": dense}
+
+
+def n_weights(model: dict[str, Path]) -> int:
+    """Numbers in all matrices."""
+    from mlx_llama3.checkpoint import Checkpoint
+
+    return Checkpoint(model["folder"]).n_weights
 
 
 def for_engine(model: dict[str, Path], engine: str) -> Path:
@@ -57,8 +66,6 @@ def _convert(source: Path, target: Path, *options: str) -> None:
 
 def _write_meta(folder: Path, layers: int) -> None:
     """A Meta checkpoint of random bfloat16 numbers, with Meta's own tokenizer: llama.cpp wants all its words."""
-    import shutil
-
     import llama_models
     from convert_memory import COMMON, write_checkpoint
 

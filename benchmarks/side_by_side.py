@@ -1,11 +1,10 @@
 """This project beside mlx-lm, llama.cpp and transformers, on the same weights and machine in one run.
 
-    python benchmarks/side_by_side.py [--rounds 3] [--layers 4] [--quick] [--json FILE] [--plot FOLDER]
+    python benchmarks/side_by_side.py [--rounds 3] [--layers 2 6] [--quick] [--json FILE] [--plot FOLDER]
 
-Two models: the demo model (4 bits a weight on disk), and 1B's widths with random weights and some layers. Each engine
-is measured in processes of its own; they take turns, the order turns with each round, and medians and their ratios are
-printed. What takes an engine longer than `SLOW` seconds is measured once. An engine that is not installed is left out,
-and said so.
+The demo model (4 bits a weight on disk), and random weights in 1B's widths with some numbers of layers. Each engine is
+measured in processes of its own; they take turns, the order turns with each round, and medians and their ratios are
+printed. An engine that is not installed is left out, and said so.
 """
 
 import argparse
@@ -26,8 +25,8 @@ import bench_models  # noqa: E402
 PACKAGES = {"mlx-llama3": "mlx", "mlx-lm": "mlx_lm", "llama.cpp": "llama_cpp", "transformers": "torch"}
 US = "mlx-llama3"
 PREFILL, DECODE, TOKENS = (64, 512, 2048), (64, 1024, 4096), 16
-# mlx-lm's prompts take minutes on a CPU; its speed hardly depends on the length.
-SLOW_ENGINES, SLOW_PREFILL = ("mlx-lm",), (64, 512)
+# mlx-lm's prompts take minutes on a CPU, whatever else; their speed hardly depends on the length.
+SLOW = {"mlx-lm": 64}
 
 
 def main() -> None:
@@ -36,13 +35,13 @@ def main() -> None:
     for engine in PACKAGES.keys() - set(engines):
         print(f"{engine} is not installed and left out", file=sys.stderr)
     models = {"demo model, 135M": bench_models.demo()}
-    if options.layers:
-        models[f"1B's widths, {options.layers} layers"] = bench_models.random_1b(options.layers)
+    for layers in options.layers:
+        models[f"1B's widths, {layers} layers"] = bench_models.random_1b(layers)
     found: dict[str, Any] = {}
     for title, forms in models.items():
         readings = rounds(forms, engines, options.rounds, options.quick)
-        found[title] = summary(readings)
-        print("\n".join(table(title, found[title])), flush=True)
+        found[title] = {"weights": bench_models.n_weights(forms), "engines": summary(readings)}
+        print("\n".join(table(title, found[title]["engines"])), flush=True)
     if options.json:
         options.json.write_text(json.dumps(found, indent=1) + "\n")
     print(json.dumps(found))
@@ -56,7 +55,7 @@ def main() -> None:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--layers", type=int, default=4, help="of the model with 1B's widths; 0 leaves it out")
+    parser.add_argument("--layers", type=int, nargs="*", default=[2, 6], help="of the models with 1B's widths")
     parser.add_argument("--quick", action="store_true", help="short prompts and contexts only")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all readings' medians there")
     parser.add_argument("--plot", type=Path, metavar="FOLDER", help="draw how cost grows, as PNG files")
@@ -68,9 +67,9 @@ def rounds(forms: dict[str, Path], engines: list[str], count: int, quick: bool) 
     readings: dict[str, list[dict[str, Any]]] = {engine: [] for engine in engines}
     for number in range(count):
         for engine in engines if number % 2 == 0 else engines[::-1]:
-            slow = engine in SLOW_ENGINES
+            lengths = [length for length in PREFILL if length <= SLOW.get(engine, length)]
             plan = {
-                "prefill": PREFILL[:1] if quick or (slow and number) else SLOW_PREFILL if slow else PREFILL,
+                "prefill": lengths[:1] if quick else lengths,
                 "decode": DECODE[:1] if quick else DECODE,
                 "tokens": TOKENS,
             }

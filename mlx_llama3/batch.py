@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 
 from mlx_llama3.batch_cache import BatchKVCache, Rows, joined, selected
+from mlx_llama3.cache_memory import WAY_OUT, context_bytes
 from mlx_llama3.diagnosis import first_nan
 from mlx_llama3.errors import UserError
 from mlx_llama3.generation import check_counts, check_prompt, next_text
-from mlx_llama3.memory import available_memory
+from mlx_llama3.memory import check_memory, free_memory
 from mlx_llama3.model import Transformer
 from mlx_llama3.residual import plain
 from mlx_llama3.sampling import Sampler, Sampling
@@ -77,18 +78,11 @@ def largest_batch(model: Transformer, requests: Sequence[Request], asked: int) -
 
     Raises `UserError` if the longest of the requests alone has not.
     """
-    args = model.args
-    longest = max(min(len(request.ids) + request.max_tokens, args.max_seq_len) for request in requests)
-    position = 2 * args.n_layers * args.n_kv_heads * args.head_dim * model.norm.weight.dtype.size
-    in_use = mx.get_active_memory() if mx.metal.is_available() else 0
-    # A row that enters or leaves has its layer's buffer copied, and the next passes need some room too.
-    fit = int(0.7 * (available_memory() - in_use)) // (longest * position)
-    if fit < 1:
-        raise UserError(
-            f"the keys and values of {longest} tokens need {longest * position / 1e9:.1f} GB of memory, which are not "
-            "there; ask for a shorter answer, or use a smaller model"
-        )
-    return min(asked, fit)
+    longest = max(min(len(request.ids) + request.max_tokens, model.args.max_seq_len) for request in requests)
+    needed = context_bytes(model.args, model.norm.weight.dtype, longest)
+    room = int(0.7 * free_memory())  # a row that enters or leaves has its buffers copied, and passes need some too
+    check_memory(needed, f"an answer of {longest} tokens with its prompt", WAY_OUT, available=room)
+    return min(asked, room // needed)
 
 
 class _Row:

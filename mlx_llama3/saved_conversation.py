@@ -41,7 +41,7 @@ def load(text: str, source: str) -> SavedConversation:
     if system is not None and not isinstance(system, str):
         raise UserError(f"{source}: system is {type(system).__name__}; it must be text or null")
     turns = _turns(content.get("messages"), source)
-    return SavedConversation(system, turns, _settings(content.get("settings", {}), source))
+    return SavedConversation(system, turns, read_settings(content.get("settings", {}), source))
 
 
 def _turns(messages: Any, source: str) -> list[tuple[str, str]]:
@@ -59,7 +59,7 @@ def _turns(messages: Any, source: str) -> list[tuple[str, str]]:
     return list(zip(texts[::2], texts[1::2], strict=True))
 
 
-def _settings(settings: Any, source: str) -> dict[str, Any]:
+def read_settings(settings: Any, source: str) -> dict[str, Any]:
     """Options of `generate`, checked as it would check them."""
     if not isinstance(settings, dict):
         raise UserError(f"{source}: settings is {type(settings).__name__}; it must be an object")

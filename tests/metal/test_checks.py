@@ -42,6 +42,14 @@ def test_outputs_are_computed_and_launches_repeat():
     assert first.threadgroup_bytes == 8
 
 
+def test_launch_with_fewer_buffers_after_one_with_more():
+    names = "abcdefgh"
+    body = "uint i = thread_position_in_grid.x; y[i] = " + " + ".join(f"{name}[i]" for name in names) + ";"
+    many = dispatch_of(body, {name: mx.ones((64,)) for name in names}, {"y": ((64,), mx.float32)})
+    assert check(many).findings == ()
+    assert check(dispatch(GOOD)).findings == ()
+
+
 # What replaces what, the line of the body that is named, and what is said.
 BAD = [
     ("x[i]", "x[i + 1]", 3, "access out of bounds, read of x at byte 256 of 256, thread 63"),

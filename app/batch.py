@@ -1,0 +1,105 @@
+"""Answers a file of prompts, several at once, in the order of the file."""
+
+import argparse
+import hashlib
+import json
+import sys
+from dataclasses import fields
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from app.batch_lines import Line, read_lines, tell
+from app.batch_output import Output
+from app.models import OpenModel, open_model
+from app.options import given_settings
+from app.prompt import room_for_answer
+from mlx_llama3.batch import Answer, Request, generate_batch, largest_batch
+from mlx_llama3.errors import UserError
+from mlx_llama3.generation import check_prompt
+from mlx_llama3.identity import model_fingerprint
+from mlx_llama3.parallel.leader import leader
+from mlx_llama3.sampling import Sampling
+
+# Options of `generate` for one answer, which a batch has no use for.
+_ALONE = ("prompt", "messages", "raw", "ids", "json", "logprobs", "scale", "draft", "prompt_cache", "max_kv_size")
+
+
+def answer_file(args: argparse.Namespace, max_tokens: int) -> None:
+    """What `generate --batch` does. What can be refused without the model is refused before it is loaded."""
+    _check_options(args)
+    lines = read_lines(args.batch, {"max_tokens": max_tokens} | given_settings(args), args.system)
+    opened = open_model(args.model)
+    requests = [_request(line, opened, args) for line in lines]
+    with Output(args.out, _fingerprints(requests, opened)) as output:
+        if output.done:
+            tell(f"{args.out} holds {output.done} of {len(lines)} answers; going on after them\n")
+        _run(opened, lines, requests, output, args)
+
+
+def _check_options(args: argparse.Namespace) -> None:
+    for name in (*_ALONE, "kv_bits"):
+        if getattr(args, name, None) not in (None, False, []):
+            raise UserError(f"--batch does not go with --{name.replace('_', '-')}; leave one of them out")
+    if leader() is not None:
+        raise UserError("--batch runs in one process; start it without mlx.launch")
+    if str(args.out) != "-" and args.out.exists() and Path(args.batch).exists() and args.out.samefile(args.batch):
+        raise UserError(f"--out {args.out} is the file of prompts itself; choose another name")
+
+
+def _request(line: Line, opened: OpenModel, args: argparse.Namespace) -> Request:
+    """What a line asks for; raises `UserError` that names the line."""
+    try:
+        ids = opened.tokenizer.encode_chat(line.messages)
+        room = min(room_for_answer(opened.model, ids, args.context), check_prompt(opened.model, ids))
+    except UserError as error:
+        raise UserError(f"{args.batch}, line {line.number}: {error}") from error
+    names = {each.name for each in fields(Sampling)}
+    sampling = Sampling(**{name: value for name, value in line.settings.items() if name in names})
+    return Request(ids, min(line.settings["max_tokens"], room), tuple(line.settings.get("stop", ())), sampling)
+
+
+def _fingerprints(requests: list[Request], opened: OpenModel) -> list[str]:
+    """Of each request and the model it is for: alike only if the answer is to be the same."""
+    model = model_fingerprint(opened.model)
+
+    def of(request: Request) -> str:
+        asked = [model, list(request.ids), request.max_tokens, request.stop, repr(request.sampling)]
+        return hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
+
+    return [of(request) for request in requests]
+
+
+def _run(
+    opened: OpenModel, lines: list[Line], requests: list[Request], output: Output, args: argparse.Namespace
+) -> None:
+    first = output.done
+    lines, requests = lines[first:], requests[first:]
+    if not requests:
+        return
+    size = largest_batch(opened.model, requests, args.batch_size)
+    if size < args.batch_size:
+        tell(f"memory allows {size} prompts at a time, not {args.batch_size}\n")
+    begin, tokens, early = perf_counter(), 0, {}
+    for index, answer in generate_batch(opened.model, opened.tokenizer, requests, batch_size=size):
+        early[index] = answer
+        tokens += len(answer.tokens)
+        while (turn := output.done - first) in early:
+            output.write(_as_object(lines[turn], requests[turn], early.pop(turn)))
+        if sys.stderr.isatty():
+            tell(f"{output.done} of {first + len(lines)} answers")
+    seconds = perf_counter() - begin
+    if args.verbose:
+        tell(f"{len(requests)} answers, {tokens} tokens, {tokens / seconds:.1f} tokens/s, {size} at a time\n")
+
+
+def _as_object(line: Line, request: Request, answer: Answer) -> dict[str, Any]:
+    named = {} if line.id is None else {"id": line.id}
+    return {
+        "line": line.number,
+        **named,
+        "text": answer.text,
+        "finish_reason": answer.finish_reason,
+        "prompt_tokens": len(request.ids),
+        "tokens": len(answer.tokens),
+    }
