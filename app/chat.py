@@ -60,9 +60,7 @@ def _screen() -> Screen:
     return Terminal()
 
 
-def _conversation(
-    opened: OpenModel, args: argparse.Namespace, saved: str | None, kept: CacheSettings
-) -> Conversation:
+def _conversation(opened: OpenModel, args: argparse.Namespace, saved: str | None, kept: CacheSettings) -> Conversation:
     limits = {"overflow": args.overflow, "max_context": args.context, "cache_settings": kept}
     if saved is None:
         return Conversation(opened.model, opened.tokenizer, system=args.system, **limits)

@@ -8,6 +8,7 @@ first token (both from the start of the process), tokens a second of each prompt
 """
 
 import json
+import os
 import resource
 import sys
 import time
@@ -17,6 +18,8 @@ from typing import Any, Protocol
 
 FIRST_PROMPT = 64
 THREADS = 2
+# llama.cpp takes a processor's matrix tiles (AMX) for usable where some virtual machines forbid them, and dies.
+NO_TILES = "BENCH_WITHOUT_TILES"
 
 
 class Engine(Protocol):
@@ -109,8 +112,12 @@ class LlamaCpp:
     """llama.cpp through llama-cpp-python."""
 
     def __init__(self, path: Path) -> None:
-        from llama_cpp import Llama
+        from llama_cpp import Llama, llama_cpp
 
+        if os.environ.get(NO_TILES):
+            params = llama_cpp.llama_model_default_params()
+            params.use_extra_bufts = False
+            llama_cpp.llama_model_default_params = lambda: params
         self.llama = Llama(
             str(path), n_ctx=4352, n_batch=512, n_threads=THREADS, n_threads_batch=THREADS, verbose=False, use_mmap=True
         )

@@ -9,6 +9,8 @@ printed. An engine that is not installed is left out, and said so.
 
 import argparse
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -21,6 +23,7 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 import bench_models  # noqa: E402
+from engines import NO_TILES  # noqa: E402
 
 PACKAGES = {"mlx-llama3": "mlx", "mlx-lm": "mlx_lm", "llama.cpp": "llama_cpp", "transformers": "torch"}
 US = "mlx-llama3"
@@ -81,6 +84,10 @@ def rounds(forms: dict[str, Path], engines: list[str], count: int, quick: bool) 
 def _worker(engine: str, path: Path, plan: dict[str, Any]) -> dict[str, Any]:
     command = [sys.executable, str(ROOT / "benchmarks" / "engines.py"), engine, str(path), json.dumps(plan)]
     run = subprocess.run([*command, str(time.time())], cwd=ROOT, capture_output=True, text=True)
+    if run.returncode == -signal.SIGSEGV and NO_TILES not in os.environ:
+        print(f"{engine} died of a signal; tried again without matrix tiles", file=sys.stderr)
+        os.environ[NO_TILES] = "1"
+        return _worker(engine, path, plan)
     if run.returncode:
         raise SystemExit(f"{engine} failed:\n{run.stderr}")
     return json.loads(run.stdout.splitlines()[-1])

@@ -1,9 +1,9 @@
 """Many prompts at once: one pass of the model serves a token of each, and weights are read once for all of them.
 
 Rows enter and leave the running batch as they begin and end (continuous batching; Orca, Yu et al., OSDI 2022). Each
-answer is what `generate` gives for its prompt alone: positions, noise, penalties and stops are the row's own. One limit:
-a product of several rows rounds differently, by some 1e-6 of a logit; where two tokens are closer than that, an answer
-may turn out the other way.
+answer is what `generate` gives for its prompt alone: positions, noise, penalties and stops are the row's own. One
+limit: a product of several rows rounds differently, by some 1e-6 of a logit; where two tokens are closer than that, an
+answer may turn out the other way.
 """
 
 from collections.abc import Iterator, Sequence

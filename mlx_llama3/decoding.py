@@ -71,14 +71,14 @@ def prefill(
     start = cache[0].offset
     for begin in range(0, len(ids), chunk):
         piece = mx.array([ids[begin : begin + chunk]])
-        x = model.residual(piece, start + begin, cache)
+        x = plain(model.residual(piece, start + begin, cache))
         done = begin + piece.shape[1]
         if done < len(ids):
             mx.eval([entry.state for entry in cache], capture.arrays() if capture else [])
             mx.clear_cache()
         if on_prefill is not None:
             on_prefill(done, len(ids))
-    return model.head(plain(x)[:, -1])
+    return model.head(x[:, -1])
 
 
 def decode(

@@ -11,7 +11,8 @@ from mlx_llama3.cache_settings import DEFAULT, CacheSettings, make_layers
 from mlx_llama3.config import ModelArgs
 from mlx_llama3.kernels import REFERENCE, Kernels, rope_qkv, swiglu_qmv
 from mlx_llama3.linear import PackedLinear
-from mlx_llama3.residual import Residual
+from mlx_llama3.recorded import Recordings
+from mlx_llama3.residual import Residual, Watch
 from mlx_llama3.rope import Freqs, Position, Rope
 
 
@@ -114,11 +115,18 @@ class Transformer(nn.Module):
         if not args.tie_word_embeddings:
             self.output = nn.Linear(args.dim, args.vocab_size, bias=False)
         self.rope = Rope(args)
+        # Is told of every add to the residual stream, if set.
+        self.watch: Watch | None = None
+        # On a GPU the operations of a decoding pass are recorded. A CPU would have to compile what `mx.compile` makes.
+        self.records = mx.default_device() == mx.gpu
         self.use(REFERENCE)
 
     def use(self, kernels: Kernels) -> None:
-        """Have these fused kernels serve from now on, where shapes and types allow it."""
-        self.kernels = kernels
+        """Have these fused kernels serve from now on, where shapes and types allow it.
+
+        Recordings of passes are dropped: call it also after a weight was replaced in a model that has run.
+        """
+        self.kernels, self.recordings = kernels, Recordings()
         for layer in self.layers:
             layer.attention.fused, layer.feed_forward.fused = kernels.rope_qkv, kernels.swiglu_qmv
 
@@ -141,7 +149,8 @@ class Transformer(nn.Module):
     def residual(self, tokens: mx.array, start_pos: int = 0, cache: list[KVCache] | None = None) -> mx.array | Residual:
         """The residual stream after the last block, `(B, S, dim)`; arguments as in `__call__`.
 
-        Where the fused add and norm serve, its last add waits for the head's norm; `plain` makes it an array.
+        Where the fused add and norm serve, or the stream is watched, its last add waits for the head's norm; `plain`
+        makes it an array.
         """
         if tokens.ndim != 2:
             raise ValueError(f"tokens have shape {tokens.shape}, expected (batch, positions)")
@@ -151,9 +160,11 @@ class Transformer(nn.Module):
         freqs = self.rope.frequencies(start_pos, length)
         mask = "causal" if length > 1 else None
         x = self.tok_embeddings(tokens)
-        if self.kernels.add_rms_norm:
-            x = Residual(x, fused=True)
-        for layer, entry in zip(self.layers, cache or [None] * len(self.layers), strict=True):
+        if self.kernels.add_rms_norm or self.watch is not None:
+            x = Residual(x, fused=self.kernels.add_rms_norm, watch=self.watch)
+        records = self.records and length == 1 and cache is not None
+        layers = self.recordings.of(self.layers) if records else self.layers
+        for layer, entry in zip(layers, cache or [None] * len(layers), strict=True):
             x = layer(x, start_pos, freqs, mask, entry)
         return x
 

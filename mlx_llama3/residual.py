@@ -17,31 +17,28 @@ def plain(stream: "mx.array | Residual") -> mx.array:
 
 
 class Residual:
-    """A stream `(B, S, dim)` that is watched, or whose last `+` waits for the norm that reads the sum, or both.
+    """A stream `(B, S, dim)` whose last `+` waits for the norm that reads the sum, and which can be watched.
 
-    It stands in a block where an array would: `h = x + attention(...)` makes one, `ffn_norm(h)` adds and norms in one
-    kernel, and `h + ...` goes on from the sum. So the block is written once for all of it.
+    It stands in a block where an array would: `h = x + attention(...)` makes one, `ffn_norm(h)` adds and norms, and
+    `h + ...` goes on from the sum. So the block is written once.
 
     Args:
         base: the stream, to which `update`, if there is one, is still to be added.
-        fused: let an add wait for a norm.
+        fused: add and norm in one kernel.
         watch: is told of every add, when it is done.
     """
 
     def __init__(
         self, base: mx.array, update: mx.array | None = None, *, fused: bool = False, watch: Watch | None = None
     ) -> None:
-        self._base, self._update, self._fused, self.watch = base, update, fused, watch
+        self._base, self._update, self.fused, self.watch = base, update, fused, watch
 
     def __add__(self, update: mx.array) -> "Residual":
         return self.next(self.value, update)
 
     def next(self, base: mx.array, update: mx.array | None = None) -> "Residual":
         """The stream `base + update`, treated as this one."""
-        stream = Residual(base, update, fused=self._fused, watch=self.watch)
-        if not self._fused:
-            stream._add()
-        return stream
+        return Residual(base, update, fused=self.fused, watch=self.watch)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -71,8 +68,8 @@ class Residual:
 
     def normed(self, weight: mx.array, eps: float) -> mx.array:
         """`rms_norm(stream) * weight`, `(B, S, dim)`; an add that waits is done with it."""
-        if self._update is None:
-            return mx.fast.rms_norm(self._base, weight, eps)
+        if self._update is None or not self.fused:
+            return mx.fast.rms_norm(self.value, weight, eps)
         update, self._update = self._update, None
         self._base, normed, squares = add_rms_norm.fused(self._base, update, weight, eps)
         self._tell(update, self._base, squares)

@@ -19,7 +19,7 @@ GROUPS = (32, 64, 128)
 
 # A lane takes VALUES numbers of a row of weights at a time, and the simdgroup LANES times as many. It reads them of all
 # its rows before it uses any, and each one once, for all rows of x.
-# In an affine group the sum over (scale * quant + bias) * x is scale * sum(quant * x) + bias * sum(x), so the inner loop
+# In an affine group the sum over (scale * quant + bias) * x is scale * sum(quant * x) + bias * sum(x): the inner loop
 # multiplies bare integers. They are not even shifted into place: x is divided by what the place is worth, a power of
 # two, which is exact, and meets the masked bits where they stand (as in MLX's `affine_qmv_fast`).
 SOURCE = """

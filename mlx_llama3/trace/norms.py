@@ -1,5 +1,6 @@
 """Live norms: the L2 norm of the residual stream and of every update, taken inside the running pass."""
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,7 +10,6 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_llama3.model import Transformer
-from mlx_llama3.trace.taps import tapped
 
 # The rows of a norms array. The stream before a block is the stream after the one before it, so the five of them cost
 # four norms a layer and one more for the embedding.
@@ -21,8 +21,7 @@ _MEASURED = ("attn_out", "resid_mid", "mlp_out", "resid_post")
 class PendingNorms:
     """Squared norms of one pass, queued and perhaps not computed yet.
 
-    In the order of the pass: the embedding's, then `_MEASURED` of each layer. Of a single position they are one array
-    `(1, 1 + 4 L)`, of several positions an array `(1, S)` each.
+    In the order of the pass: the embedding's, then `_MEASURED` of each layer, in arrays of one or more rows `(n, S)`.
     """
 
     squares: list[mx.array]
@@ -37,13 +36,12 @@ class PendingNorms:
 
     @property
     def _length(self) -> int:
-        return 1 if len(self.squares) == 1 else self.squares[0].shape[1]
+        return self.squares[0].shape[1]
 
     @cached_property
     def _norms(self) -> np.ndarray:
         """Arrays of several positions are gathered here: on the GPU a stack would be one copy for each of them."""
-        norms = np.sqrt(np.concatenate([np.array(square) for square in self.squares]))
-        norms = norms.T if len(self.squares) == 1 else norms  # (1 + 4 L, S)
+        norms = np.sqrt(np.concatenate([np.array(square) for square in self.squares]))  # (1 + 4 L, S)
         # Layer l's five points are five in a row: the stream that leaves it enters the next one.
         first = len(_MEASURED) * np.arange(len(norms) // len(_MEASURED))
         return norms[first + np.arange(len(POINTS))[:, None]]
@@ -68,7 +66,8 @@ class NormCapture:
 
     def __init__(self, model: Transformer) -> None:
         self._passes: list[list[mx.array]] = []
-        self.model = tapped(model, lambda layer, name, value: self._seen(value), names=_MEASURED)
+        self.model = copy.copy(model)
+        self.model.watch = self._added
         self.model.tok_embeddings = _EmbeddingTap(model.tok_embeddings, self._begin)
 
     def take(self) -> list[PendingNorms]:
@@ -89,18 +88,25 @@ class NormCapture:
         self._passes.append([])
         self._seen(x)
 
-    def _seen(self, value: mx.array) -> mx.array:
+    def _added(self, update: mx.array, stream: mx.array, squares: mx.array | None) -> None:
+        if squares is None:
+            self._seen(update)
+            self._seen(stream)
+        else:
+            self._passes[-1].append(squares[:, 0])  # (2, S); a view
+
+    def _seen(self, value: mx.array) -> None:
         # A decoded position is kept as it is and measured with all others in one go: four small operations a layer
         # would cost 6 % of the speed. A prompt's positions are measured at once, so that their states can go.
-        self._passes[-1].append(value[:1] if value.shape[0] > 1 else value)
-        if value.shape[1] > 1:
-            self._passes[-1][-1] = _squared_norm(self._passes[-1][-1])
-        return value
+        value = value[:1] if value.shape[0] > 1 else value
+        self._passes[-1].append(value if value.shape[1] == 1 else _squared_norm(value))
 
 
 def _together(values: list[mx.array]) -> list[mx.array]:
-    """One array of all norms if `values` are still states `(1, 1, dim)`; else they are norms already."""
-    return [_squared_norm(mx.concatenate(values, axis=1))] if values[0].ndim == 3 else values
+    """Norms `(n, S)` of what are still states `(1, 1, dim)`: in one go if all of them are."""
+    if all(value.ndim == 3 for value in values):
+        return [_squared_norm(mx.concatenate(values, axis=1)).T]
+    return [_squared_norm(value) if value.ndim == 3 else value for value in values]
 
 
 def _squared_norm(x: mx.array) -> mx.array:

@@ -16,6 +16,7 @@ from mlx_llama3.errors import UserError
 from mlx_llama3.generation import Step, generate
 from mlx_llama3.memory import check_memory
 from mlx_llama3.model import Transformer
+from mlx_llama3.residual import plain
 from mlx_llama3.tokenizer import Tokenizer
 from mlx_llama3.trace.attention import attention_pattern
 from mlx_llama3.trace.norms import POINTS, NormCapture
@@ -131,7 +132,7 @@ def _last_norms(model: Transformer, tokens: list[int], cache: list[KVCache]) -> 
     for entry in cache:
         entry.trim(entry.offset - (len(tokens) - 1))
     capture = NormCapture(model)
-    capture.model.residual(mx.array([tokens[-1:]]), len(tokens) - 1, cache)
+    plain(capture.model.residual(mx.array([tokens[-1:]]), len(tokens) - 1, cache))  # with the last add
     return capture.read(capture.take())
 
 

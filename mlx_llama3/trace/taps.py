@@ -5,11 +5,13 @@ A tap stands where a module stood and calls it. The model's own code runs unchan
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 
 from mlx_llama3.model import Transformer, TransformerBlock
+from mlx_llama3.residual import Residual
 
 # Told (layer, name, value); the value it returns goes on in the place of the module's output.
 Hook = Callable[[int, str, mx.array], mx.array]
@@ -24,10 +26,10 @@ class Tap:
     def __init__(self, module: Any, hook: Callable[[mx.array], mx.array], *, on_input: bool = False) -> None:
         self.module, self._hook, self._on_input = module, hook, on_input
 
-    def __call__(self, x: mx.array, *rest: Any) -> mx.array:
+    def __call__(self, x: mx.array | Residual, *rest: Any) -> mx.array | Residual:
         if self._on_input:
-            return self.module(self._hook(x), *rest)
-        return self._hook(self.module(x, *rest))
+            return self.module(_seen(self._hook, x), *rest)
+        return _seen(self._hook, self.module(x, *rest))
 
     def __getattr__(self, name: str) -> Any:
         if name == "module":  # while being copied
@@ -44,8 +46,14 @@ def tapped(model: Transformer, hook: Hook, *, names: tuple[str, ...] = NAMES, la
     """
     chosen = range(len(model.layers)) if layers is None else set(layers)
     twin = copy.copy(model)
+    # What a hook sees are arrays: the add and the norm apart.
+    twin.kernels = replace(model.kernels, add_rms_norm=False)
     twin.layers = [_tap_block(block, i, hook, names) if i in chosen else block for i, block in enumerate(model.layers)]
     return twin
+
+
+def _seen(hook: Callable[[mx.array], mx.array], x: mx.array | Residual) -> mx.array | Residual:
+    return x.changed(hook) if isinstance(x, Residual) else hook(x)
 
 
 def _tap_block(block: TransformerBlock, layer: int, hook: Hook, names: tuple[str, ...]) -> Any:

@@ -13,6 +13,7 @@ from app.ui.session import MOST_SESSIONS, Asked, Session, Sessions
 from mlx_llama3.cache_settings import CacheSettings
 from mlx_llama3.errors import UserError
 from mlx_llama3.quantized_cache import QuantizedKVCache
+from mlx_llama3.residual import plain as plain_stream
 from mlx_llama3.tokenizer import load_tokenizer
 from mlx_llama3.trace.edits import Scale
 from mlx_llama3.trace.norms import POINTS, NormCapture
@@ -57,7 +58,7 @@ def check_trace(session: Session) -> None:
     assert len(ids) >= session.conversation.used - 1
     assert len(session.trace.pieces) == len(ids) == session.trace.norms.shape[-1]
     capture = NormCapture(session.conversation.model)
-    capture.model.residual(mx.array([ids]))
+    plain_stream(capture.model.residual(mx.array([ids])))
     expected = NormCapture.read(capture.take())
     np.testing.assert_allclose(session.trace.norms, expected, rtol=1e-4)
 

@@ -1,0 +1,73 @@
+"""Throughput of many prompts in a batch beside one by one, on the same model in one run.
+
+    python benchmarks/batch.py [--model FOLDER] [--prompts 16] [--sizes 4,8] [--tokens 32] [--rounds 3]
+
+Greedy, through stop ids, so that every answer has `--tokens` tokens; the ways alternate and the order turns with each
+round. Medians of generated tokens a second (prompts' time included), and their ratios; JSON in the last line.
+"""
+
+import argparse
+import json
+import statistics
+import time
+
+import mlx_llama3
+from mlx_llama3.batch import Request, generate_batch
+from mlx_llama3.generation import generate
+from mlx_llama3.sampling import Sampling
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="a model folder; default: the demo model")
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--sizes", default="4,8", help="batch sizes, with commas")
+    parser.add_argument("--tokens", type=int, default=32, help="tokens of each answer")
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    if options.model is None:
+        from convert.demo import demo_model
+
+        options.model = str(demo_model())
+    model, tokenizer = mlx_llama3.load(options.model)
+    ban = Sampling(logit_bias={token: float("-inf") for token in tokenizer.stop_ids})
+    requests = [
+        Request([100 + (7 * i + n) % 10000 for i in range(20 + 5 * n % 40)], options.tokens, sampling=ban)
+        for n in range(options.prompts)
+    ]
+
+    def seconds(size: int) -> float:
+        begin = time.perf_counter()
+        if size:
+            count = sum(len(answer.tokens) for _, answer in generate_batch(model, tokenizer, requests, batch_size=size))
+        else:
+            count = sum(
+                1
+                for request in requests
+                for _ in generate(
+                    model, tokenizer, request.ids, max_tokens=request.max_tokens, logit_bias=ban.logit_bias
+                )
+            )
+        if count != options.prompts * options.tokens:
+            raise SystemExit(f"{count} tokens came, {options.prompts * options.tokens} were asked for")
+        return time.perf_counter() - begin
+
+    ways = [0, *map(int, options.sizes.split(","))]
+    rates: dict[int, list[float]] = {way: [] for way in ways}
+    for round_number in range(options.rounds):
+        for way in ways if round_number % 2 == 0 else reversed(ways):
+            rates[way].append(options.prompts * options.tokens / seconds(way))
+    report({way: statistics.median(found) for way, found in rates.items()})
+
+
+def report(medians: dict[int, float]) -> None:
+    """The table, and the same as one line of JSON; way 0 is one by one."""
+    alone = medians[0]
+    for way, rate in medians.items():
+        name = f"{way} at a time" if way else "one by one"
+        print(f"{name:14}{rate:10.1f} tokens/s{rate / alone:8.2f}")
+    print(json.dumps({"batch": {str(way): {"tps": rate, "ratio": rate / alone} for way, rate in medians.items()}}))
+
+
+if __name__ == "__main__":
+    main()

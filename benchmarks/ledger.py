@@ -1,0 +1,151 @@
+"""What the fused kernels save, on paper: dispatches, bytes, errors, and the host's time to build a token's graph.
+
+    python -m benchmarks.ledger
+
+Needs no GPU: dispatches are counted from recorded graphs, bytes and values come from the kernels' own Metal run on the
+CPU (`tests/metal`), and only building the graph is timed, beside mlx-lm's llama (pip install mlx-lm), in turns.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+from benchmarks.dispatches import recorded
+from benchmarks.ledger_models import WIDTHS, filled, ours, step, theirs
+from mlx_llama3.kernels import FUSED, REFERENCE
+from mlx_llama3.trace.norms import NormCapture
+
+import mlx.core as mx  # isort: skip
+
+SHORT, LONG = 100, 2000  # positions in the cache
+ROUNDS, TOKENS = 15, 10
+
+
+def a_layer(make: Callable[[int], Any], used: int, *, norms: bool = False, compiled: bool = False) -> Counter[str]:
+    """Dispatches that one more layer costs: those of three layers less those of two.
+
+    make: a model of so many layers. used: positions in its cache. norms: with live norms. compiled: as for `recorded`.
+    """
+    three, two = (_pass(make(n), n, used, norms, compiled) for n in (3, 2))
+    three.subtract(two)
+    return +three
+
+
+def _pass(model: Any, n_layers: int, used: int, norms: bool, compiled: bool) -> Counter[str]:
+    cache = filled(WIDTHS["demo"], n_layers, used, theirs=not hasattr(model, "kernels"))
+    mx.eval([state for entry in cache for state in _buffers(entry)])
+    capture = NormCapture(model) if norms else None
+    decode = step(capture.model if capture else model, cache)
+
+    def everything(token: mx.array) -> list[mx.array]:
+        logits = decode(token)
+        squares = [square for each in capture.take() for square in each.squares] if capture else []
+        return [logits, *(state for entry in cache for state in _buffers(entry)), *squares]
+
+    return recorded(everything, mx.zeros((1, 1), mx.int32), compiled=compiled)
+
+
+def _buffers(entry: Any) -> list[mx.array]:
+    """Of a cache of ours or of mlx-lm's."""
+    return list(entry.state) if isinstance(entry.state, list) else [entry.keys, entry.values]
+
+
+def print_dispatches() -> None:
+    """A line a model and context."""
+    widths = WIDTHS["demo"]
+    print("dispatches a layer a token (attention over 1024 keys and more takes a second one)")
+    for used in (SHORT, LONG):
+        counts = {
+            "fused, live norms": a_layer(lambda n: ours(widths, n, FUSED), used, norms=True),
+            "references, recorded": a_layer(lambda n: ours(widths, n, REFERENCE), used, compiled=True),
+            "mlx-lm": a_layer(lambda n: theirs(widths, n), used, compiled=True),
+        }
+        for name, count in counts.items():
+            parts = ", ".join(f"{kind} {number}" for kind, number in sorted(count.items()))
+            print(f"  {used:>5} positions  {name:<22} {count.total():>3}   {parts}")
+
+
+@contextmanager
+def _cheap_fast() -> Iterator[None]:
+    """`mx.fast`'s functions as one small operation each, as on a GPU; a CPU's are a dozen operations."""
+    stand_ins = {
+        "rms_norm": lambda x, weight, _eps: x * weight,
+        "rope": lambda x, *_dims, **_options: x + x,
+        "scaled_dot_product_attention": lambda q, _k, _v, **_options: q + q,
+    }
+    kept = {name: getattr(mx.fast, name) for name in stand_ins}
+    for name, function in stand_ins.items():
+        setattr(mx.fast, name, function)
+    try:
+        yield
+    finally:
+        for name, function in kept.items():
+            setattr(mx.fast, name, function)
+
+
+def building(width: str, n_layers: int) -> dict[str, float]:
+    """Milliseconds to build the graph of a token, not evaluated: the median of rounds in turns.
+
+    Inside a recording (`mx.export_function`), where calls of Metal kernels are made without Metal.
+    """
+    widths = WIDTHS[width]
+    models = {
+        "fused, recorded, live norms": NormCapture(ours(widths, n_layers, FUSED, records=True)),
+        "fused, recorded": ours(widths, n_layers, FUSED, records=True),
+        "fused, not recorded": ours(widths, n_layers, FUSED),
+        "references, recorded": ours(widths, n_layers, REFERENCE, records=True),
+        "references, not recorded": ours(widths, n_layers, REFERENCE),
+        "mlx-lm": theirs(widths, n_layers),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in models}
+
+    def rounds(x: mx.array) -> mx.array:
+        for _ in range(ROUNDS):
+            for name, model in models.items():
+                cache = filled(widths, n_layers, SHORT, theirs=name == "mlx-lm")
+                seconds[name].append(_seconds(model, cache))
+        return x + 1
+
+    with _cheap_fast():
+        mx.export_function(lambda node: None, rounds, mx.zeros(1))
+    return {name: 1e3 * median(values) for name, values in seconds.items()}
+
+
+def _seconds(model: Any, cache: list[Any]) -> float:
+    """A token, after a first one that records."""
+    capture = model if isinstance(model, NormCapture) else None
+    decode, token = step(capture.model if capture else model, cache), mx.zeros((1, 1), mx.int32)
+    decode(token)
+    begin = perf_counter()
+    for _ in range(TOKENS):
+        decode(token)
+        if capture:
+            capture.take()
+    return (perf_counter() - begin) / TOKENS
+
+
+def print_building() -> None:
+    """A table a width and depth."""
+    print("\nbuilding a token's graph, ms (median of rounds in turns), and as a share of mlx-lm's")
+    for width in ("1B", "8B"):
+        for n_layers in (16, 32):
+            found = building(width, n_layers)
+            for name, value in found.items():
+                print(f"  {width} widths, {n_layers} layers  {name:<28} {value:6.2f}  {value / found['mlx-lm']:.2f}")
+
+
+def main() -> None:
+    """Print the ledger."""
+    from benchmarks.ledger_bytes import print_bytes, print_errors
+
+    print_dispatches()
+    print_building()
+    print_bytes()
+    print_errors()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""The ledger's bytes and errors: the kernels' own Metal, run on the CPU by `tests/metal`, at the 1B model's widths."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+import mlx_llama3  # first: it puts a fast BLAS in place before MLX is loaded  # noqa: F401
+from benchmarks.ledger_models import WIDTHS
+from mlx_llama3.kernels import add_rms_norm, rope_qkv, swiglu_qmv
+from mlx_llama3.kernels.metal import TYPES
+from mlx_llama3.linear import PackedLinear
+from mlx_llama3.rope import Freqs
+from tests.metal.checks import check
+from tests.metal.emulator import Dispatch, emulated
+from tests.metal.executor import launch
+from tests.metal.mlx_kernels import mlx_kernel
+from tests.metal.proof import cached_functions
+
+import mlx.core as mx  # isort: skip
+import mlx.nn as nn  # isort: skip
+
+EPS = 1e-5
+GROUP = 64
+POSITION = 131071
+DTYPES = (mx.float16, mx.bfloat16, mx.float32)
+
+
+@dataclass(frozen=True)
+class Use:
+    """One call. exact: what float64 gives for the same inputs. composed: as MLX's own operations compute it on Metal:
+    products by its own kernel, `affine_qmv_fast`, run like ours; the others in higher precision, rounded to the type
+    where an operation stores, which can only be better than they are.
+    """
+
+    name: str
+    call: Callable[[], Any]
+    exact: list[np.ndarray]
+    composed: list[np.ndarray]
+
+    def run(self) -> tuple[list[np.ndarray], list[Dispatch]]:
+        """The first outputs of the kernel, in float64, and its dispatches."""
+        seen: list[Dispatch] = []
+        with emulated(*cached_functions(self.call.func), before=seen.append):
+            outputs = self.call()
+            outputs = list(outputs) if isinstance(outputs, tuple) else [outputs]
+            mx.eval(outputs)
+        return [_double(each) for each in outputs[: len(self.exact)]], seen
+
+
+def uses(dtype: mx.Dtype) -> Iterator[Use]:
+    """One of each kernel."""
+    yield _norm(dtype)
+    yield _rope(dtype)
+    yield from (_swiglu(dtype, bits) for bits in (4, 8))
+
+
+def _norm(dtype: mx.Dtype) -> Use:
+    dim = WIDTHS["1B"].dim
+    x, update, weight = (_random((1, 1, dim), dtype, seed) for seed in range(3))
+    weight = weight.reshape(-1)
+    h, gain = _double(x) + _double(update), _double(weight)
+    exact = h / np.sqrt(np.square(h).mean(-1, keepdims=True) + EPS) * gain
+    stream = _round(h, dtype)  # what is stored, and normed, by both
+    scale = np.float32(1) / np.sqrt(np.square(stream).mean(-1, keepdims=True).astype(np.float32) + np.float32(EPS))
+    # MLX's rms_norm rounds before it multiplies by the gains.
+    composed = _round(_round(stream * scale, dtype) * gain, dtype)
+    return Use("add_rms_norm", partial(add_rms_norm.fused, x, update, weight, EPS), [h, exact], [stream, composed])
+
+
+def _rope(dtype: mx.Dtype) -> Use:
+    widths = WIDTHS["1B"]
+    heads = widths.heads + 2 * widths.kv_heads
+    qkv = _random((1, 1, heads * widths.head_dim), dtype, 3)
+    frequencies = 500000.0 ** (-np.arange(0, widths.head_dim, 2) / widths.head_dim)
+    inverse = mx.array(frequencies.astype(np.float32))
+    freqs = Freqs(mx.array(POSITION), inverse, 1.0 / inverse)
+    # A far position's angle is off by 0.004 in float32; MLX's rotation takes periods, and inverts them again.
+    theirs = np.float32(POSITION) * np.array(1.0 / freqs.periods)
+    call = partial(rope_qkv.fused, qkv, widths.heads, widths.kv_heads, POSITION, freqs)
+    q = _double(qkv).reshape(heads, 2, -1)[: widths.heads]
+    exact, composed = (_turned(q, angles) for angles in (POSITION * frequencies, theirs.astype(np.float64)))
+    return Use("rope_qkv", call, [exact], [_round(composed, dtype)])
+
+
+def _turned(q: np.ndarray, angles: np.ndarray) -> np.ndarray:
+    """`(heads, 2, pairs)` -> `(1, heads, 1, head_dim)`."""
+    low, high = q[:, 0], q[:, 1]
+    turned = [low * np.cos(angles) - high * np.sin(angles), low * np.sin(angles) + high * np.cos(angles)]
+    return np.concatenate(turned, axis=-1)[None, :, None]
+
+
+def _swiglu(dtype: mx.Dtype, bits: int) -> Use:
+    widths = WIDTHS["1B"]
+    shape = (2 * widths.hidden, widths.dim)
+    linear = nn.QuantizedLinear(GROUP, 1, bias=False, group_size=GROUP, bits=bits)
+    packed = mx.quantize(_random(shape, mx.float32, 4) * widths.dim**-0.5, group_size=GROUP, bits=bits)
+    linear.weight, linear.scales, linear.biases = packed[0], *(each.astype(dtype) for each in packed[1:])
+    x = _random((1, 1, widths.dim), dtype, 5)
+    scales, biases = linear.scales.astype(mx.float32), linear.biases.astype(mx.float32)
+    matrix = _double(mx.dequantize(linear.weight, scales, biases, group_size=GROUP, bits=bits))
+    w13 = PackedLinear([linear])
+    gate, up = np.split(_double(x) @ matrix.T, 2, axis=-1)
+    # MLX rounds both products, the sigmoid and the first product with it.
+    g, u = np.split(_mlx_product(linear, x), 2, axis=-1)
+    composed = _round(_round(g * _round(1 / (1 + np.exp(-g)), dtype), dtype) * u, dtype)
+    exact = gate / (1 + np.exp(-gate)) * up
+    return Use(f"swiglu_qmv, {bits} bit", partial(swiglu_qmv.fused, w13, x), [exact], [composed])
+
+
+def _mlx_product(linear: nn.QuantizedLinear, x: mx.array) -> np.ndarray:
+    """`(1, dim)` -> `(1, rows)` by MLX's own Metal kernel for one row of x."""
+    rows, columns = linear.weight.shape[0], x.shape[-1]
+    settings = {"group_size": linear.group_size, "bits": linear.bits, "results_per_simdgroup": 4}
+    off = {"batched": "false", "partial_rows": "false", "has_global_scale": "false"}
+    kernel = mlx_kernel("quantized.h", "affine_qmv_fast", {"T": TYPES[x.dtype]} | settings | off)
+    out = np.zeros((1, rows), np.float32 if x.dtype == mx.float32 else np.uint16)
+    buffers = {"w": np.array(linear.weight), "x": _bits(x.reshape(1, -1)), "y": out}
+    buffers |= {"scales": _bits(linear.scales), "biases": _bits(linear.biases)}
+    buffers |= {"in_vec_size": np.array(columns, np.int32), "out_vec_size": np.array(rows, np.int32)}
+    given = [buffers.get(each.name, np.array(0)) for each in kernel.buffers]  # the rest is for batches
+    launch(kernel, given, (32, 2 * rows // 8, 1), (32, 2, 1), "forward")
+    return _double(mx.array(out) if x.dtype == mx.float32 else mx.array(out).view(x.dtype))
+
+
+def _bits(x: mx.array) -> np.ndarray:
+    """Memory of x; NumPy has no bfloat16."""
+    return np.array(x if x.dtype == mx.float32 else x.view(mx.uint16))
+
+
+def print_bytes() -> None:
+    """A line a kernel: what leaves memory, every byte once, over inputs and outputs; and what threadgroups read."""
+    print("\nbytes at the 1B model's widths, bfloat16, one token: inputs read and outputs written, over their sizes")
+    moved = least = 0
+    for use in uses(mx.bfloat16):
+        (dispatch,) = use.run()[1]
+        traffic = [each for each in check(dispatch).traffic if not each.name.endswith("_shape")]
+        # A large input is worth what threadgroups read of it in all; a small one is read from a cache after the first.
+        found = sum(max(each.unique_read, each.group_read if each.size > 1 << 16 else 0) for each in traffic)
+        found += sum(each.group_written for each in traffic)
+        needed = sum(each.size for each in traffic)
+        moved, least = moved + found, least + needed
+        print(f"  {use.name:<20} {found:>12,} of {needed:>12,}  {found / needed:.4f}")
+    print(f"  {'all':<20} {moved:>12,} of {least:>12,}  {moved / least:.4f}")
+
+
+def print_errors() -> None:
+    """A line a kernel and type: errors against float64, relative to the largest value."""
+    print("\nlargest and root mean square error against float64, over the largest value: kernel, MLX's operations")
+    for dtype in DTYPES:
+        for use in uses(dtype):
+            found = use.run()[0]
+            for number, exact in enumerate(use.exact):
+                kernel, composed = (_errors(values[number], exact) for values in (found, use.composed))
+                name = f"{use.name}, output {number}"
+                print(f"  {str(dtype).split('.')[-1]:<9} {name:<30} {kernel}   {composed}")
+
+
+def _errors(values: np.ndarray, exact: np.ndarray) -> str:
+    difference, largest = np.abs(values.reshape(exact.shape) - exact), np.abs(exact).max()
+    return f"{difference.max() / largest:.2e} {np.sqrt(np.square(difference).mean()) / largest:.2e}"
+
+
+def _random(shape: tuple[int, ...], dtype: mx.Dtype, seed: int) -> mx.array:
+    return mx.random.normal(shape, key=mx.random.key(seed)).astype(dtype)
+
+
+def _double(x: mx.array) -> np.ndarray:
+    return np.array(x.astype(mx.float32), np.float64)
+
+
+def _round(x: np.ndarray, dtype: mx.Dtype) -> np.ndarray:
+    """To the nearest value of `dtype`."""
+    return _double(mx.array(x.astype(np.float32)).astype(dtype))

@@ -1,0 +1,69 @@
+"""`rope_qkv` as it is shipped, run on the CPU: values, bytes, races."""
+
+from itertools import cycle
+
+import numpy as np
+import pytest
+
+from mlx_llama3.kernels import rope_qkv
+from mlx_llama3.rope import Freqs
+from tests.metal.proof import prove
+
+import mlx.core as mx  # isort: skip
+
+# Half a unit in the last place of the output; angles of float32 are off by some units in theirs.
+TOLERANCE = {mx.float32: 1e-6, mx.float16: 2**-10, mx.bfloat16: 2**-7}
+
+
+def exact(qkv, n_heads, n_kv_heads, start_pos, freqs):
+    """The angles in float32, as the kernel has them; sines and products in float64."""
+    B, S, _ = qkv.shape
+    offset = np.broadcast_to(np.array(freqs.offset), (B,))
+    angle = (offset[:, None] + np.arange(S)).astype(np.float32)[..., None] * np.array(freqs.inverse)  # (B, S, pairs)
+    sine, cosine = (function(angle.astype(np.float64))[:, None] for function in (np.sin, np.cos))
+    heads = np.array(qkv.astype(mx.float32), np.float64).reshape(B, S, n_heads + 2 * n_kv_heads, -1)
+    low, high = np.split(heads.transpose(0, 2, 1, 3), 2, axis=-1)  # (B, heads, S, pairs)
+    turned = np.concatenate([low * cosine - high * sine, low * sine + high * cosine], axis=-1)
+    plain = np.concatenate([low, high], axis=-1)
+    q, k, v = turned[:, :n_heads], turned[:, n_heads : n_heads + n_kv_heads], plain[:, n_heads + n_kv_heads :]
+    return tuple(mx.array(each.astype(np.float32)).astype(qkv.dtype) for each in (q, np.stack([k, v])))
+
+
+def proven(heads, head_dim, dtype, start_pos=7, batch=1, length=1):
+    n_heads, n_kv_heads = heads
+    width = (n_heads + 2 * n_kv_heads) * head_dim
+    qkv = mx.random.normal((batch, length, width), key=mx.random.key(width)).astype(dtype)
+    inverse = 500000.0 ** (-mx.arange(0, head_dim, 2, dtype=mx.float32) / head_dim)
+    offset = start_pos if isinstance(start_pos, mx.array) else mx.array(start_pos)
+    freqs = Freqs(offset, inverse, 1.0 / inverse)
+    return prove(
+        *(rope_qkv.fused, exact, qkv, n_heads, n_kv_heads, start_pos, freqs),
+        atol=2e-6,
+        rtol=TOLERANCE[dtype],
+        reads_once=["qkv"],
+    )
+
+
+SHAPES = [((9, 3), 64), ((32, 8), 64), ((24, 8), 128), ((1, 1), 8), ((3, 1), 6), ((2, 1), 64)]
+
+
+@pytest.mark.parametrize(("shape", "dtype"), list(zip(SHAPES, cycle(TOLERANCE))), ids=str)
+def test_every_shape_of_heads(shape, dtype):
+    (dispatch,) = proven(*shape, dtype).dispatches
+    traffic = dispatch.traffic
+    assert traffic["q"].written + traffic["kv"].written == traffic["qkv"].size
+
+
+@pytest.mark.parametrize("start_pos", [0, 1, 8191, 131071])
+def test_positions(start_pos):
+    """Far ones too, where a sine that is not precise is noise."""
+    proven((4, 2), 64, mx.float32, start_pos)
+
+
+@pytest.mark.parametrize(("batch", "length"), [(1, 5), (2, 1), (3, 4)])
+def test_several_positions_and_sequences(batch, length):
+    proven((4, 2), 64, mx.float32, 100, batch, length)
+
+
+def test_sequences_at_positions_of_their_own():
+    proven((4, 2), 64, mx.float16, mx.array([3, 1000, 0]), 3, 2)
