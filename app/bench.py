@@ -21,6 +21,8 @@ MEASURED = ("prefill", "decode")
 
 def bench(args: argparse.Namespace) -> None:
     """Measure what the options of `bench_command` say, print the table, write the JSON. Raises `UserError`."""
+    if args.json:
+        _check_place(args.json)
     machine = this_machine()
     title, folder = find_model(args.model)
     prompt = args.prompt or (512 if machine.metal else 128)
@@ -123,7 +125,7 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
     yield f"{'':24}{'read':>10}{'written':>10}{'GB/s':>10}{of:>16}"
     for way, each in found["ways"].items():
         name = f"{way} {machine['mlx_lm']}" if way == THEIRS else way
-        yield f"{name:24}{each['prefill']:10.1f}{each['decode']:10.1f}{each['GB/s']:10.1f}{each['share']:15.0%} "
+        yield f"{name:24}{each['prefill']:10.1f}{each['decode']:10.1f}{each['GB/s']:10.1f}{each['share']:16.0%}"
     for name, each in found["ratios"].items():
         yield f"{name:24}{each['prefill']:10.2f}{each['decode']:10.2f}"
     yield from _notes(found)
@@ -135,6 +137,14 @@ def _notes(found: dict[str, Any]) -> Iterator[str]:
         yield f"{found['copy']:.0f} GB/s is what a plain copy moves here: no specification of this chip is known."
     if KERNELS not in found["ways"]:
         yield "No fused kernel serves here; `mlx-llama3 doctor` says why."
+
+
+def _check_place(path: Path) -> None:
+    """Raise `UserError` before minutes of readings, for a file that could not be written after them."""
+    if path.is_dir():
+        raise UserError(f"--json {path} is a folder; name a file")
+    if not path.parent.is_dir():
+        raise UserError(f"--json {path}: there is no folder {path.parent}; make it, or name another file")
 
 
 def _write(path: Path, found: dict[str, Any]) -> None:

@@ -21,7 +21,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--prompt", type=positive, metavar="N", help="tokens to read (default: 512; on a CPU 128)")
     parser.add_argument("--tokens", type=positive, metavar="N", help="tokens to write (default: 128; on a CPU 32)")
-    parser.add_argument("--rounds", type=positive, metavar="N", default=3, help="how often, at least (default: 3)")
+    parser.add_argument(
+        "--rounds", type=positive, metavar="N", default=3, help="of readings, each way twice in one (default: 3)"
+    )
     parser.add_argument("--no-mlx-lm", action="store_true", help="leave mlx-lm out")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all readings there too, for a bug report")
 

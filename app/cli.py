@@ -57,7 +57,7 @@ def build_parser(command: str | None) -> Parser:
     parser.add_argument("--debug", action="store_true", help="show the whole traceback of an error")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
     for name, (module, summary) in COMMANDS.items():
-        subparser = subparsers.add_parser(name, help=summary, description=summary.capitalize() + ".")
+        subparser = subparsers.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
         if name == command:
             subparser.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
             import_module(module).add_arguments(subparser)

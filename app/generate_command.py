@@ -18,6 +18,7 @@ from app.prompt import add_prompt_options
 from app.ranks import add_ranks_options
 
 MAX_TOKENS = 256
+STANDARD_OUTPUT, BATCH_SIZE = Path("-"), 8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,12 +57,16 @@ def _add_batch_options(parser: argparse.ArgumentParser) -> None:
         "--out",
         type=Path,
         metavar="FILE",
-        default=Path("-"),
+        default=STANDARD_OUTPUT,
         help="where the answers go, a line of JSON each, in order; run again, it goes on where it was interrupted "
         "(default: standard output)",
     )
     group.add_argument(
-        "--batch-size", type=positive, metavar="N", default=8, help="prompts at a time, as memory allows (default: 8)"
+        "--batch-size",
+        type=positive,
+        metavar="N",
+        default=BATCH_SIZE,
+        help="prompts at a time, as memory allows (default: 8)",
     )
 
 
@@ -73,6 +78,9 @@ def run(args: argparse.Namespace) -> int:
         answer_file(args, MAX_TOKENS)
         return 0
     from app.generate import answer
+    from mlx_llama3.errors import UserError
 
+    if (args.out, args.batch_size) != (STANDARD_OUTPUT, BATCH_SIZE):
+        raise UserError("--out and --batch-size need --batch FILE, a file of prompts")
     answer(args, MAX_TOKENS)
     return 0

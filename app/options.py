@@ -117,7 +117,7 @@ def add_cache_options(parser: argparse.ArgumentParser) -> None:
     """`--kv-bits`; `cache_settings` reads it."""
     parser.add_argument(
         "--kv-bits",
-        type=int,
+        type=whole,
         choices=(4, 8),
         help="remember in less memory: keys in 8 bits, values in 4 or 8 (default: both as the model computes them)",
     )

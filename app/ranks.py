@@ -65,6 +65,8 @@ def _leading(args: argparse.Namespace) -> Iterator[None]:
         try:
             if args.command not in SHARED:
                 raise UserError(f"{args.command} runs in one process; start it without mlx.launch")
+            if getattr(args, "prompt_cache", None) is not None:
+                raise UserError("--prompt-cache needs the whole model in one process; start it without mlx.launch")
             yield
         finally:
             lead.end()

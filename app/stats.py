@@ -39,6 +39,8 @@ class Stats(NamedTuple):
         )
         if self.draft is None:
             return lines
+        if not self.draft.proposed:
+            return f"{lines}\ndrafts: none in {self.draft.undrafted} tokens"
         return (
             f"{lines}\ndrafts: {self.draft.accepted} of {self.draft.proposed} tokens right "
             f"({self.draft.acceptance:.0%}), {self.draft.undrafted} tokens without a draft"
@@ -54,8 +56,12 @@ class Stats(NamedTuple):
 def cache_line(layers: Sequence[KVCache], settings: CacheSettings) -> str:
     """What a cache holds and the memory that it has taken for it, for people."""
     taken = sum(array.nbytes for layer in layers for array in layer.state)
-    kind = f" (keys in 8 bits, values in {settings.kv_bits})" if settings.kv_bits else ""
-    return f"cache: {layers[0].offset} tokens in {taken / 1e6:.1f} MB{kind}"
+    tokens, most, kind = str(layers[0].offset), settings.max_kv_size, ""
+    if settings.kv_bits:
+        kind = f" (keys in 8 bits, values in {settings.kv_bits})"
+    elif most is not None and layers[0].offset > most:
+        tokens, kind = f"{most} of {tokens}", " (the system prompt and the last ones)"
+    return f"cache: {tokens} tokens in {taken / 1e6:.1f} MB{kind}"
 
 
 class Meter:

@@ -1,36 +1,73 @@
-"""Attention of a decoded position on MLX's CPU backend, with its heads shared out to the cores."""
+"""Attention on MLX's CPU backend, shared out to the cores.
+
+There `mx.fast.scaled_dot_product_attention` is composed of operations that one thread does, the scores of all keys are
+in memory, masked or not, and their exponentials (14 ns each) are most of a long prompt's time.
+"""
 
 import mlx.core as mx
 
 from mlx_llama3.cpu import bounds, streams
 
-# Positions from which several threads are sooner done than one.
+# Positions of context from which several threads are sooner done with a decoded token than one.
 _SHARED = 512
+# Queries of a prompt that go together: what they do not see is not computed. And the least that are worth sharing out.
+_ROWS, _FEW_ROWS = 64, 16
+# Bytes of scores that a pass may have: they are allocated for a whole layer at a time, whatever its blocks.
+_SCORES = 1 << 27
+_LEAST_CHUNK = 32
 
 
 def attend(q: mx.array, keys: mx.array, values: mx.array, scale: float, mask: str | mx.array | None) -> mx.array:
-    """`mx.fast.scaled_dot_product_attention`; on the CPU, one position without a mask goes the shorter way.
+    """`mx.fast.scaled_dot_product_attention`; on the CPU in float32 by shorter ways.
 
     Args:
         q: `(B, n_heads, S, head_dim)`; keys, values: `(B, n_kv_heads, T, head_dim)`.
+        mask: None, "causal" (the last query stands at the last key), or an array.
 
     Returns:
         `(B, n_heads, S, head_dim)`.
     """
-    if mask is not None or q.shape[2] > 1 or q.dtype != mx.float32 or mx.default_device() != mx.cpu:
-        return mx.fast.scaled_dot_product_attention(q, keys, values, scale=scale, mask=mask)
+    on_cpu = q.dtype == mx.float32 and mx.default_device() == mx.cpu
+    if on_cpu and mask is None and q.shape[2] == 1:
+        return _of_one(q, keys, values, scale)
+    if on_cpu and isinstance(mask, str) and q.shape[2] >= _FEW_ROWS:
+        return _of_many(q, keys, values, scale)
+    return mx.fast.scaled_dot_product_attention(q, keys, values, scale=scale, mask=mask)
+
+
+def fitting_chunk(chunk: int, context: int, n_heads: int) -> int:
+    """Positions of a prompt, at most `chunk`, whose scores of `context` keys fit into memory. All of them on a GPU,
+    where scores are never stored."""
+    if mx.default_device() != mx.cpu:
+        return chunk
+    return min(chunk, max(_LEAST_CHUNK, _SCORES // (4 * n_heads * max(1, context))))
+
+
+def _of_many(q: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
+    """Causal attention by blocks of queries, which the streams take in turns; each sees the keys before its end."""
+    S, before = q.shape[2], keys.shape[2] - q.shape[2]
+    parts = []
+    for number, start in enumerate(range(0, S, _ROWS)):
+        end = min(S, start + _ROWS)
+        with mx.stream(streams()[number % len(streams())]):
+            seen = keys[:, :, : before + end], values[:, :, : before + end]
+            block = q[:, :, start:end]
+            parts.append(mx.fast.scaled_dot_product_attention(block, *seen, scale=scale, mask="causal"))
+    return mx.concatenate(parts, axis=2)
+
+
+def _of_one(q: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
+    """Attention of one position to all keys, its heads shared out to the streams."""
     B, n_kv_heads, T, head_dim = keys.shape
     grouped = (q * scale).reshape(B, n_kv_heads, -1, head_dim)  # the heads that share keys are rows of one product
     if T < _SHARED:
-        out = _heads(grouped, keys, values, streams()[0])
-    else:
-        cuts = bounds(n_kv_heads)
-        parts = [
-            _heads(grouped[:, a:b], keys[:, a:b], values[:, a:b], stream)
-            for a, b, stream in zip(cuts, cuts[1:], streams(), strict=False)
-        ]
-        out = mx.concatenate(parts, axis=1)
-    return out.reshape(q.shape)
+        return _heads(grouped, keys, values, streams()[0]).reshape(q.shape)
+    cuts = bounds(n_kv_heads)
+    parts = [
+        _heads(grouped[:, a:b], keys[:, a:b], values[:, a:b], stream)
+        for a, b, stream in zip(cuts, cuts[1:], streams(), strict=False)
+    ]
+    return mx.concatenate(parts, axis=1).reshape(q.shape)
 
 
 def _heads(q: mx.array, keys: mx.array, values: mx.array, stream: mx.Stream) -> mx.array:

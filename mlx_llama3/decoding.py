@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 
 from mlx_llama3.cache import KVCache
+from mlx_llama3.cpu_attention import fitting_chunk
 from mlx_llama3.model import Transformer
 from mlx_llama3.residual import plain
 from mlx_llama3.sampling import Sampler, top_logprobs
@@ -68,11 +69,12 @@ def prefill(
     `on_prefill` is told (done, total) after each. The head is applied to the last position only: for a vocabulary of
     128k it would cost as much as a quarter of a 1B model.
     """
-    start = cache[0].offset
-    for begin in range(0, len(ids), chunk):
-        piece = mx.array([ids[begin : begin + chunk]])
-        x = plain(model.residual(piece, start + begin, cache))
-        done = begin + piece.shape[1]
+    start, done = cache[0].offset, 0
+    while done < len(ids):
+        length = fitting_chunk(chunk, start + done + chunk, model.args.n_heads)
+        piece = mx.array([ids[done : done + length]])
+        x = plain(model.residual(piece, start + done, cache))
+        done += piece.shape[1]
         if done < len(ids):
             mx.eval([entry.state for entry in cache], capture.arrays() if capture else [])
             mx.clear_cache()

@@ -9,6 +9,7 @@ import mlx.nn as nn
 from mlx_llama3.cache import KVCache, check_start
 from mlx_llama3.cache_settings import DEFAULT, CacheSettings, make_layers
 from mlx_llama3.config import ModelArgs
+from mlx_llama3.cpu_attention import attend
 from mlx_llama3.kernels import REFERENCE, Kernels, rope_qkv, swiglu_qmv
 from mlx_llama3.linear import PackedLinear
 from mlx_llama3.recorded import Recordings
@@ -47,7 +48,7 @@ class Attention(nn.Module):
     ) -> mx.array:
         q, kv = self.project(x, start_pos, freqs)
         if cache is None:
-            out = mx.fast.scaled_dot_product_attention(q, kv[0, ...], kv[1, ...], scale=self.scale, mask=mask)
+            out = attend(q, kv[0, ...], kv[1, ...], self.scale, mask)
         else:
             out = cache.attend(q, kv, self.scale, mask)
         return self.join(out)

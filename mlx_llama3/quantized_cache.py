@@ -32,6 +32,7 @@ import copy
 import mlx.core as mx
 
 from mlx_llama3.cache import KVCache
+from mlx_llama3.cpu_attention import attend
 from mlx_llama3.kernels import sdpa_quantized
 from mlx_llama3.kv_records import RecordLayout, pack, unpack
 
@@ -73,7 +74,7 @@ class QuantizedKVCache(KVCache):
         if self.offset:
             keys, values = (mx.concatenate(pair, axis=2) for pair in zip(self.fetch(), (keys, values), strict=True))
         self._extend(kv)
-        return mx.fast.scaled_dot_product_attention(q, keys, values, scale=scale, mask=mask)
+        return attend(q, keys, values, scale, mask)
 
     def update_and_fetch(self, kv: mx.array) -> tuple[mx.array, mx.array]:
         """Append `(2, B, n_kv_heads, S, head_dim)`; return all keys and values so far, as `fetch` does."""

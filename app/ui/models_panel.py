@@ -99,7 +99,8 @@ class Loader:
         return notice(f"{name}: {self._services.engine.run(catalogue.estimate, name)}") if name else ""
 
     def _loaded(self) -> str:
-        return notice(f"loaded · {size(mx.get_active_memory())} of memory{self._undrafted}")
+        kind = "warning" if self._undrafted else "info"  # a warning is not cut off, however long it is
+        return notice(f"loaded · {size(mx.get_active_memory())} of memory{self._undrafted}", kind)
 
     def _fetch(self, name: str) -> Iterator[tuple[Any, str]]:
         """Find the model, downloading it if need be; returns its title and folder."""

@@ -50,16 +50,24 @@ SOURCE = """
         for (uint m = 0; m < M; m++) {
             float part[VALUES];
             float total = 0;
-            for (uint i = 0; i < VALUES; i++) {
-                const float value = float(x[m * DIM + k + i]);
-                total += value;
-                part[i] = value / float(1u << (BITS * (i % A_PACK)));
+            for (uint i = 0; i < PACKS; i++) {
+                float few = 0;  // sums of a few, and then of those: less is lost than in one long sum
+                for (uint j = 0; j < A_PACK; j++) {
+                    const float value = float(x[m * DIM + k + i * A_PACK + j]);
+                    few += value;
+                    part[i * A_PACK + j] = value / float(1u << (BITS * j));
+                }
+                total += few;
             }
             for (uint r = 0; r < 2 * PAIRS; r++) {
                 float dot = 0;
-                for (uint i = 0; i < VALUES; i++) {
-                    const ushort mask = ushort(((1u << BITS) - 1u) << (BITS * (i % A_PACK)));
-                    dot += part[i] * float(ushort(quants[r][i / A_PACK] & mask));
+                for (uint i = 0; i < PACKS; i++) {
+                    float few = 0;
+                    for (uint j = 0; j < A_PACK; j++) {
+                        const ushort mask = ushort(((1u << BITS) - 1u) << (BITS * j));
+                        few += part[i * A_PACK + j] * float(ushort(quants[r][i] & mask));
+                    }
+                    dot += few;
                 }
                 sums[m][r] += scale[r] * dot + bias[r] * total;
             }

@@ -38,6 +38,14 @@ def test_help(words, capsys) -> None:
     assert all(command in shown for command in cli.COMMANDS) or len(words) > 1
 
 
+@pytest.mark.parametrize("command", ["app", "trace"])
+def test_the_first_word_of_help_and_no_other_is_capitalized(command, capsys) -> None:
+    assert cli.main([command, "--help"]) == 0
+    summary = cli.COMMANDS[command][1]
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"{summary[0].upper()}{summary[1:]}." in shown
+
+
 def test_version(capsys) -> None:
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out == "mlx-llama3 0.1.0\n"

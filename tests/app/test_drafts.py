@@ -54,6 +54,12 @@ def test_ngram_gives_the_same_answer_and_its_share(answered):
     )
 
 
+def test_an_answer_that_nothing_could_be_drafted_for(answered):
+    drafted, err = answered("--draft", "ngram", "--verbose", "--max-tokens", "1")
+    assert drafted["stats"]["draft"]["proposed"] == 0
+    assert err.splitlines()[3] == "drafts: none in 1 tokens"
+
+
 def test_a_model_drafts_and_a_seed_says_the_same(answered):
     """The demo model for itself: every token is right."""
     words = ("--temp", "0.8", "--seed", "3")
@@ -165,6 +171,7 @@ def test_a_model_that_the_draft_does_not_fit_is_loaded_without(demo_folder, open
         shown, draft = drained(loader._read_draft(opened_tiny._replace(tokenizer=llama_tokens)))
         assert draft is None
         assert "answers are not drafted: " in loader._loaded() and "cannot draft for this model" in loader._loaded()
+        assert 'class="notice warning"' in loader._loaded()  # which page.css shows whole
         shown, draft = drained(loader._read_draft(opened_tiny))
         assert draft.tokens == 4 and "not drafted" not in loader._loaded()
     finally:

@@ -63,6 +63,7 @@ def test_in_a_quantized_cache(run, bits, size) -> None:
     ("options", "error"),
     [
         (["--kv-bits", "5"], "argument --kv-bits: invalid choice: 5 (choose from 4, 8)"),
+        (["--kv-bits", "x"], "argument --kv-bits: 'x' is not a whole number"),
         (["--kv-bits", "4", "--max-kv-size", "64"], "max_kv_size and kv_bits do not go together"),
     ],
     ids=str,
@@ -70,6 +71,20 @@ def test_in_a_quantized_cache(run, bits, size) -> None:
 def test_bits_that_cannot_be(run, options, error) -> None:
     code, out, err = run("--prompt", "Hello", *options)
     assert (code, out) == (2, "") and error in err
+
+
+def test_a_window_is_told_once_it_is_full(run) -> None:
+    words = ["--prompt", GOLDEN[0]["messages"][0]["content"], "--max-tokens", "8", "-v", "--max-kv-size"]
+    assert run(*words, "44")[2].splitlines()[-1].startswith("cache: 44 tokens in ")
+    line = run(*words, "40")[2].splitlines()[-1]
+    assert line.startswith("cache: 40 of 44 tokens in ") and line.endswith(" (the system prompt and the last ones)")
+
+
+@pytest.mark.parametrize("options", [["--out", "answers.jsonl"], ["--batch-size", "4"]], ids=str)
+def test_options_of_a_batch_need_one(run, options) -> None:
+    code, out, err = run("--prompt", "Hello", *options)
+    assert (code, out) == (2, "")
+    assert err == "error: --out and --batch-size need --batch FILE, a file of prompts\n"
 
 
 @pytest.mark.parametrize("form", ["prompt", "standard input", "messages", "object", "raw", "ids"])

@@ -100,6 +100,7 @@ def test_another_model_under_the_same_name_is_refused(folder: Path, tmp_path: Pa
     [
         (["generate", "--wrong", "1"], "unrecognized arguments"),
         (["verify", "a", "--against", "b"], "verify runs in one process; start it without mlx.launch"),
+        (["generate", "--prompt", "a", "--prompt-cache", "b"], "--prompt-cache needs the whole model in one process"),
     ],
 )
 def test_an_error_is_printed_once(arguments: list[str], message: str, tmp_path: Path):

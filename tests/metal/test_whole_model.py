@@ -1,5 +1,6 @@
 """The demo model decodes through the sources of the shipped kernels, and says what it says without them."""
 
+import numpy as np
 import pytest
 
 from mlx_llama3 import cpu
@@ -8,6 +9,7 @@ from mlx_llama3.kernels import FUSED, REFERENCE
 from mlx_llama3.loading import load_model
 from mlx_llama3.quantized_cache import QuantizedKVCache
 from mlx_llama3.tokenizer import load_tokenizer
+from mlx_llama3.trace.norms import NormCapture
 
 import mlx.core as mx  # isort: skip
 
@@ -61,3 +63,27 @@ def test_the_same_tokens_with_and_without_kernels(model, demo_folder, small_bloc
     # The prompt has more positions than this one takes at a time.
     assert emulation.called("llama3_swiglu_qmv") == layers * (TOKENS - 1)
     assert emulation.called("llama3_sdpa_quantized") == (0 if kv_bits is None else layers * TOKENS)
+
+
+def test_live_norms_come_out_of_the_kernels(model, demo_folder):
+    """A prompt and two tokens: the norms of the references, the same logits with and without norms, no kernel more."""
+    ids = load_tokenizer(demo_folder).encode("The capital of France is", bos=False)
+    model.use(REFERENCE)
+    wanted, _ = with_norms(model, ids)
+    model.use(FUSED)
+    with emulated() as emulation:
+        norms, logits = with_norms(model, ids)
+        cache = model.make_cache()
+        mx.eval(model(mx.array([ids[:-2]]), 0, cache))
+        plain = [model(mx.array([[token]]), cache[0].offset, cache) for token in ids[-2:]]
+        assert all(mx.array_equal(a, b).item() for a, b in zip(logits, plain, strict=True))
+    assert norms.shape == (5, len(model.layers), len(ids))
+    np.testing.assert_allclose(norms, wanted, rtol=1e-4)
+    assert emulation.called("llama3_add_rms_norm") == 2 * 2 * len(model.layers) * 3
+
+
+def with_norms(model, ids: list[int]) -> tuple[np.ndarray, list[mx.array]]:
+    """Norms `(5, n_layers, T)` of a prompt of all but two of `ids`, and those two one at a time, and their logits."""
+    capture, cache = NormCapture(model), model.make_cache()
+    logits = [capture.model(mx.array([piece]), cache[0].offset, cache) for piece in (ids[:-2], ids[-2:-1], ids[-1:])]
+    return capture.read(capture.take()), logits[1:]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mlx_llama3 import cpu
-from mlx_llama3.cpu_attention import attend
+from mlx_llama3.cpu_attention import attend, fitting_chunk
 
 import mlx.core as mx  # isort: skip
 
@@ -26,11 +26,14 @@ def inputs(batch: int, n_heads: int, n_kv_heads: int, new: int, length: int) -> 
     return [q, keys[:, :, :length], values[:, :, :length]]
 
 
-def in_float64(q: mx.array, keys: mx.array, values: mx.array, scale: float) -> np.ndarray:
+def in_float64(q: mx.array, keys: mx.array, values: mx.array, scale: float, *, causal: bool = False) -> np.ndarray:
     q, keys, values = (np.array(each).astype(np.float64) for each in (q, keys, values))
     group = q.shape[1] // keys.shape[1]
     keys, values = keys.repeat(group, 1), values.repeat(group, 1)
     weights = np.exp(scale * q @ keys.swapaxes(-1, -2))
+    if causal:
+        new, length = q.shape[2], keys.shape[2]
+        weights = weights * (np.arange(length) <= np.arange(length - new, length)[:, None])
     return weights / weights.sum(-1, keepdims=True) @ values
 
 
@@ -57,3 +60,20 @@ def test_a_mask_counts_for_one_position_too():
     q, keys, values = inputs(1, 4, 2, 1, 12)
     out = attend(q, keys, values, 0.3, mx.arange(12) < 5)
     np.testing.assert_allclose(np.array(out), in_float64(q, keys[:, :, :5], values[:, :, :5], 0.3), atol=2e-6)
+
+
+@pytest.mark.parametrize(("new", "length"), [(16, 16), (64, 64), (65, 300), (200, 201), (130, 1000)])
+@pytest.mark.parametrize(("batch", "n_heads", "n_kv_heads"), [(1, 9, 3), (2, 4, 4)])
+def test_a_prompt(cores, batch, n_heads, n_kv_heads, new, length):
+    given = inputs(batch, n_heads, n_kv_heads, new, length)
+    out = attend(*given, 0.3, "causal")
+    assert out.shape == (batch, n_heads, new, 32)
+    np.testing.assert_allclose(np.array(out), in_float64(*given, 0.3, causal=True), atol=3e-6)
+
+
+def test_a_chunk_is_shorter_where_the_scores_would_not_fit():
+    assert fitting_chunk(512, 1000, 9) == 512
+    assert fitting_chunk(512, 8192, 32) == 128
+    assert fitting_chunk(512, 131072, 128) == 32
+    assert fitting_chunk(7, 131072, 128) == 7
+    assert fitting_chunk(512, 0, 32) == 512

@@ -25,7 +25,7 @@ class TableModel:
 
     def __init__(self, table: mx.array) -> None:
         self.table = table
-        self.args = SimpleNamespace(vocab_size=table.shape[0], max_seq_len=10**9)
+        self.args = SimpleNamespace(vocab_size=table.shape[0], max_seq_len=10**9, n_heads=1)
 
     def make_cache(self, *_settings: object) -> list[_Place]:
         return [_Place()]
