@@ -14,7 +14,7 @@ help:
 	@echo "make app           the desktop UI with the demo model; ARGS as above"
 	@echo "make test          all tests"
 	@echo "make lint          ruff's checks and format"
-	@echo "make bench         speed beside mlx-lm"
+	@echo "make bench         speed and memory beside mlx-lm, llama.cpp and transformers; ledger of the kernels (an hour)"
 	@echo "make bench-convert memory and speed of the converter beside mlx-lm (minutes, 20 GB of disk)"
 	@echo "make fuzz          100,000 damaged files for each reader of checkpoints"
 	@echo "make test-peers    tests beside llama.cpp, which is compiled first (minutes), and torch"
@@ -36,11 +36,13 @@ lint: .venv/installed-test
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
 
-bench: .venv/installed-test
-	@$(BIN)/python benchmarks/startup.py
-	@$(BIN)/python benchmarks/side_by_side.py
+bench: .venv/installed-peers
+	@$(BIN)/python benchmarks/startup.py 1
+	@$(BIN)/python benchmarks/side_by_side.py --plot docs $(ARGS)
 	@$(BIN)/python benchmarks/tracing.py
 	@$(BIN)/python benchmarks/speculative.py
+	@$(BIN)/python benchmarks/batch.py
+	@$(BIN)/python -m benchmarks.ledger
 
 bench-convert: .venv/installed-test
 	@$(BIN)/python benchmarks/convert_memory.py $(ARGS)
