@@ -9,12 +9,12 @@ from app.options import (
     add_draft_options,
     add_model_options,
     add_prompt_cache_option,
+    add_prompt_options,
     add_sampling_options,
     add_window_option,
     positive,
     whole,
 )
-from app.prompt import add_prompt_options
 from app.ranks import add_ranks_options
 
 MAX_TOKENS = 256

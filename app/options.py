@@ -1,4 +1,4 @@
-"""Options that several commands share: the model, the context, and how tokens are chosen.
+"""Options that several commands share: the model, the context, the prompt, and how tokens are chosen.
 
 One table, `SETTINGS`, serves the command line (`--top-k 40`) and the chat (`/set top_k 40`).
 """
@@ -61,6 +61,11 @@ def token_bias(text: str) -> dict[int, float]:
     return {whole(token): number(bias) for token, _, bias in pairs}
 
 
+def token_ids(text: str) -> list[int]:
+    """`1,2,3` as ids."""
+    return [whole(word) for word in text.split(",")]
+
+
 class Setting(NamedTuple):
     """One option of `generate`: how it is read, and what `--help` says."""
 
@@ -98,6 +103,18 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--context", type=positive, metavar="N", help="use at most N tokens of context (default: the model's own)"
     )
     parser.add_argument("--system", type=utf8, metavar="TEXT", help="the system prompt")
+
+
+def add_prompt_options(parser: argparse.ArgumentParser) -> None:
+    """`--prompt`, `--messages`, `--raw` or `--ids`."""
+    group = parser.add_argument_group("the prompt (without any: standard input is the message)")
+    group = group.add_mutually_exclusive_group()
+    group.add_argument("-p", "--prompt", type=utf8, metavar="TEXT", help="one message of the user")
+    group.add_argument(
+        "--messages", type=Path, metavar="FILE", help='a chat as JSON: [{"role": "user", "content": "..."}, ...]'
+    )
+    group.add_argument("--raw", type=utf8, metavar="TEXT", help="text to continue, without a chat format")
+    group.add_argument("--ids", type=token_ids, metavar="1,2,3", help="token ids to continue")
 
 
 def add_draft_options(parser: argparse.ArgumentParser) -> None:

@@ -1,11 +1,10 @@
-"""The prompt of a command that runs once: its options, and the ids they stand for."""
+"""The prompt of a command that runs once: from its options to the ids they stand for."""
 
 import argparse
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.options import utf8, whole
 from app.plain import read_stdin
 from mlx_llama3.errors import UserError
 from mlx_llama3.files import parse_json, read_bytes
@@ -14,23 +13,6 @@ from mlx_llama3.messages import PromptError, read_messages
 if TYPE_CHECKING:
     from mlx_llama3.model import Transformer
     from mlx_llama3.tokenizer import Tokenizer
-
-
-def token_ids(text: str) -> list[int]:
-    """`1,2,3` as ids."""
-    return [whole(word) for word in text.split(",")]
-
-
-def add_prompt_options(parser: argparse.ArgumentParser) -> None:
-    """`--prompt`, `--messages`, `--raw` or `--ids`."""
-    group = parser.add_argument_group("the prompt (without any: standard input is the message)")
-    group = group.add_mutually_exclusive_group()
-    group.add_argument("-p", "--prompt", type=utf8, metavar="TEXT", help="one message of the user")
-    group.add_argument(
-        "--messages", type=Path, metavar="FILE", help='a chat as JSON: [{"role": "user", "content": "..."}, ...]'
-    )
-    group.add_argument("--raw", type=utf8, metavar="TEXT", help="text to continue, without a chat format")
-    group.add_argument("--ids", type=token_ids, metavar="1,2,3", help="token ids to continue")
 
 
 def prompt_messages(args: argparse.Namespace) -> list[dict[str, Any]] | None:

@@ -4,9 +4,7 @@ import argparse
 from pathlib import Path
 
 from app.edit_options import add_edit_options
-from app.options import add_model_options, add_sampling_options, whole
-from app.prompt import add_prompt_options
-from mlx_llama3.errors import UserError
+from app.options import add_model_options, add_prompt_options, add_sampling_options, whole
 
 MAX_TOKENS = 64
 SAVE = ("norms", "residuals", "logits", "attention")

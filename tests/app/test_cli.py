@@ -30,6 +30,15 @@ def test_help_is_quick() -> None:
     assert seconds[3] < max(0.150, 4 * seconds[2])
 
 
+@pytest.mark.parametrize("command", ["", *(name for name, (module, _) in cli.COMMANDS.items() if module[:4] == "app.")])
+def test_help_imports_nothing_heavy(command) -> None:
+    """Not even this project's library, whose import loads its BLAS."""
+    words = [command, "--help"] if command else ["--help"]
+    code = f"import sys; from app import cli; cli.main({words}); print(*sorted(sys.modules), file=sys.stderr)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not {"mlx", "numpy", "mlx_llama3", "convert"} & set(run.stderr.split())
+
+
 @pytest.mark.parametrize("words", [["--help"], ["chat", "--help"], ["generate", "--help"], ["convert", "--help"]])
 def test_help(words, capsys) -> None:
     assert cli.main(words) == 0

@@ -5,7 +5,8 @@ from argparse import ArgumentParser
 import pytest
 from tokenizer_samples import META_MODEL
 
-from app.prompt import add_prompt_options, prompt_ids, prompt_messages
+from app.options import add_prompt_options
+from app.prompt import prompt_ids, prompt_messages
 from mlx_llama3.tokenizer import Tokenizer
 from mlx_llama3.vocabulary import Vocabulary
 
