@@ -54,6 +54,8 @@ def run(args: argparse.Namespace) -> int:
     """Write a trace, or show one."""
     if args.show is not None:
         if any(getattr(args, name) is not None for name in ("prompt", "messages", "raw", "ids")):
+            from mlx_llama3.errors import UserError
+
             raise UserError("--show takes no prompt; write a new trace with --out")
         from app.trace_show import show
 

@@ -10,7 +10,7 @@ from app.ui import markup
 from app.ui.measured import Measured, Statistics, Weight, measure, weights
 from app.ui.selection import Cell, Selection
 from app.ui.session import Session
-from app.ui.source_cards import CARDS, FILE, Card, source
+from app.ui.source_cards import CARDS, Card, source
 
 TAB = "Architecture"
 _WHAT = """
@@ -106,14 +106,16 @@ def _diagram(session: Session, layer: int, found: dict[str, Weight], measured: M
 def _card(card: Card, session: Session, found: dict[str, Weight], measured: Measured | None) -> str:
     args = session.opened.model.args
     shape = ", ".join(f"{axis:,}" if isinstance(axis, int) else axis for axis in card.shape(args))
+    lines = card.find(source())
     code = "".join(
-        f"<li value='{line.number}'><code>{escape(' '.join(line.text.split()))}</code></li>"
-        for line in card.find(source())
+        f"<li value='{line.number}' title='{line.file}'><code>{escape(' '.join(line.text.split()))}</code></li>"
+        for line in lines
     )
+    places = ", ".join(dict.fromkeys(line.file for line in lines))
     weight = _weight(found[card.weight]) if card.weight else ""
     statistics = "" if measured is None else _statistics(measured.statistics[card.name])
     return (
-        f'<article class="card {_LOOK.get(card.name, "")}" data-card="{card.name}" title="{FILE}">'
+        f'<article class="card {_LOOK.get(card.name, "")}" data-card="{card.name}" title="{places}">'
         f"<header><b>{escape(card.symbol)}</b> "
         f'<span class="shape">[{shape}]</span></header><p>{card.says}</p><ol class="code">{code}</ol>'
         f"{weight}{statistics}</article>"

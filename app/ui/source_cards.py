@@ -1,6 +1,7 @@
 """The tensors of the model, each with the expression that makes it, read from the model's own source.
 
-The text and its line numbers come from `mlx_llama3/model.py` through `ast`: never a copy, which could grow untrue.
+The text and its line numbers come from `mlx_llama3/model.py`, and from the references of `mlx_llama3/kernels` that it
+calls, through `ast`: never a copy, which could grow untrue.
 """
 
 import ast
@@ -11,15 +12,16 @@ from importlib.resources import files
 
 from mlx_llama3.config import ModelArgs
 
-FILE = "mlx_llama3/model.py"
+MODEL, ROPE_QKV, SWIGLU = "model.py", "kernels/rope_qkv.py", "kernels/swiglu_qmv.py"
 
 
 @dataclass(frozen=True)
 class Line:
-    """One statement or expression as it stands in the file, from line `number` on."""
+    """One statement or expression as it stands in `file`, from line `number` on."""
 
     number: int
     text: str
+    file: str
 
 
 @dataclass(frozen=True)
@@ -40,14 +42,15 @@ class Card:
 
 
 class Source:
-    """`mlx_llama3/model.py`, parsed."""
+    """A file of `mlx_llama3`, parsed. A function that belongs to no class has the owner ""."""
 
-    def __init__(self, text: str) -> None:
-        self._text = text
+    def __init__(self, text: str, file: str = MODEL) -> None:
+        self._text, self._file = text, f"mlx_llama3/{file}"
+        module = ast.parse(text)
+        owners = [("", module), *((node.name, node) for node in module.body if isinstance(node, ast.ClassDef))]
         self._functions = {
-            (owner.name, function.name): function
-            for owner in ast.parse(text).body
-            if isinstance(owner, ast.ClassDef)
+            (name, function.name): function
+            for name, owner in owners
             for function in owner.body
             if isinstance(function, ast.FunctionDef)
         }
@@ -93,8 +96,8 @@ class Source:
 
     def _lines(self, nodes: list, what: str) -> list[Line]:
         if not nodes:
-            raise LookupError(f"{FILE}: nothing found where {what}")
-        return [Line(node.lineno, ast.get_source_segment(self._text, node) or "") for node in nodes]
+            raise LookupError(f"{self._file}: nothing found where {what}")
+        return [Line(node.lineno, ast.get_source_segment(self._text, node) or "", self._file) for node in nodes]
 
 
 def _names(targets: list[ast.expr]) -> Iterator[ast.Name]:
@@ -103,9 +106,9 @@ def _names(targets: list[ast.expr]) -> Iterator[ast.Name]:
 
 
 @cache
-def source() -> Source:
-    """The model's source as installed."""
-    return Source(files("mlx_llama3").joinpath("model.py").read_text(encoding="utf-8"))
+def source(file: str = MODEL) -> Source:
+    """A file of the model's source as installed."""
+    return Source(files("mlx_llama3").joinpath(file).read_text(encoding="utf-8"), file)
 
 
 def _stream(args: ModelArgs) -> tuple[str | int, ...]:
@@ -129,7 +132,13 @@ def _vocabulary(args: ModelArgs) -> tuple[str | int, ...]:
 
 
 _BLOCK, _ATTENTION, _MLP, _MODEL = "TransformerBlock", "Attention", "FeedForward", "Transformer"
-_CALL, _PROJECT = "__call__", "project"
+_CALL, _PROJECT, _REFERENCE = "__call__", "project", "reference"
+
+
+def _rotation(*names: str) -> list[Line]:
+    """Where the packed projection becomes queries, keys and values."""
+    return [line for name in names for line in source(ROPE_QKV).assigned("", _REFERENCE, name)]
+
 
 CARDS = (
     Card(
@@ -163,7 +172,7 @@ CARDS = (
         "q",
         "attention",
         "queries, rotated to their position",
-        lambda s: s.assigned(_ATTENTION, _PROJECT, "q"),
+        lambda s: s.assigned(_ATTENTION, _CALL, "q") + s.returned(_ATTENTION, _PROJECT) + _rotation("qk"),
         _queries,
         "wq",
     ),
@@ -172,7 +181,7 @@ CARDS = (
         "k",
         "attention",
         "keys, rotated; the cache keeps them",
-        lambda s: s.assigned(_ATTENTION, _PROJECT, "k") + s.assigned(_ATTENTION, _CALL, "k"),
+        lambda s: s.assigned(_ATTENTION, _CALL, "kv") + _rotation("qk", "kv"),
         _keys,
         "wk",
     ),
@@ -181,7 +190,7 @@ CARDS = (
         "v",
         "attention",
         "values; the cache keeps them",
-        lambda s: s.assigned(_ATTENTION, _PROJECT, "v") + s.assigned(_ATTENTION, _CALL, "v"),
+        lambda s: s.assigned(_ATTENTION, _CALL, "kv") + _rotation("heads", "kv"),
         _keys,
         "wv",
     ),
@@ -198,7 +207,7 @@ CARDS = (
         "Δattn",
         "attention",
         "the update that attention adds",
-        lambda s: s.returned(_ATTENTION, _CALL),
+        lambda s: s.returned(_ATTENTION, _CALL) + s.returned(_ATTENTION, "join"),
         _stream,
         "wo",
     ),
@@ -224,7 +233,7 @@ CARDS = (
         "w1(ffn_norm(h))",
         "mlp",
         "how far each neuron opens",
-        lambda s: s.assigned(_MLP, _CALL, "gate"),
+        lambda s: source(SWIGLU).assigned("", _REFERENCE, "gate"),
         _hidden,
         "w1",
     ),
@@ -233,11 +242,18 @@ CARDS = (
         "w3(ffn_norm(h))",
         "mlp",
         "what each neuron would say",
-        lambda s: s.assigned(_MLP, _CALL, "up"),
+        lambda s: source(SWIGLU).assigned("", _REFERENCE, "up"),
         _hidden,
         "w3",
     ),
-    Card("swiglu", "SiLU(w1)·w3", "mlp", "the neurons", lambda s: s.argument(_MLP, _CALL, "w2"), _hidden),
+    Card(
+        "swiglu",
+        "SiLU(w1)·w3",
+        "mlp",
+        "the neurons",
+        lambda s: s.argument(_MLP, _CALL, "w2") + source(SWIGLU).returned("", _REFERENCE),
+        _hidden,
+    ),
     Card("mlp_out", "Δmlp", "mlp", "the update that the MLP adds", lambda s: s.returned(_MLP, _CALL), _stream, "w2"),
     Card(
         "y", "y = h + Δmlp", "mlp", "the stream as the next block gets it", lambda s: s.returned(_BLOCK, _CALL), _stream
