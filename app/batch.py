@@ -81,13 +81,15 @@ def _run(
     if size < args.batch_size:
         tell(f"memory allows {size} prompts at a time, not {args.batch_size}\n")
     begin, tokens, early = perf_counter(), 0, {}
+    # On a terminal that shows the answers themselves there is no place for a count of them.
+    counts = sys.stderr.isatty() and str(args.out) != "-"
     for index, answer in generate_batch(opened.model, opened.tokenizer, requests, batch_size=size):
         early[index] = answer
         tokens += len(answer.tokens)
         while (turn := output.done - first) in early:
             output.write(_as_object(lines[turn], requests[turn], early.pop(turn)))
-        if sys.stderr.isatty():
-            tell(f"{output.done} of {first + len(lines)} answers")
+        if counts:
+            tell(f"{output.done} of {first + len(lines)} answers" + "\n" * (output.done == first + len(lines)))
     seconds = perf_counter() - begin
     if args.verbose:
         tell(f"{len(requests)} answers, {tokens} tokens, {tokens / seconds:.1f} tokens/s, {size} at a time\n")

@@ -25,6 +25,7 @@ def write(args: argparse.Namespace) -> None:
     """What `mlx-llama3 cache` does. Raises `UserError`; what can be refused without the model is refused before it."""
     if args.system is not None and args.place != "user":
         raise UserError(f"--system does not go with --as {args.place}, which says everything itself")
+    prompt_cache.check_target(args.out)
     text, settings = read_text(args.prompt_file), cache_settings(args)
     if not text.strip():
         raise UserError(f"{args.prompt_file} is empty; there is nothing to remember")

@@ -34,8 +34,7 @@ def save(path: Path, held: PrefixCache, model: Transformer, tokenizer: Tokenizer
     held: the cache, with its ids. name: of the model, for those who wonder later.
     Raises `UserError` that names the file.
     """
-    if path.exists():
-        check(path)
+    check_target(path)
     tensors = {"ids": mx.array(held.ids, dtype=mx.int32)}
     for number, layer in enumerate(held.layers):
         tensors |= {f"layers.{number}.{key}": mx.contiguous(tensor) for key, tensor in layer.tensors().items()}
@@ -86,6 +85,17 @@ def load(path: Path, model: Transformer, tokenizer: Tokenizer) -> PrefixCache:
     return held
 
 
+def check_target(path: Path) -> None:
+    """Raise `UserError` for a place where no prompt cache can be written, before anything is read for it."""
+    if not path.parent.is_dir():
+        raise UserError(f"{path}: there is no folder {path.parent}; make it, or choose another place")
+    if path.exists():
+        try:
+            check(path)
+        except UserError as error:
+            raise UserError(f"{path} is there and is no whole prompt cache; choose another name") from error
+
+
 def check(path: Path) -> None:
     """Raise `UserError` for what is no prompt cache, before a model is loaded for it."""
     _metadata(path, _header(path)[0])
@@ -104,7 +114,8 @@ def _header(path: Path) -> tuple[dict[str, Any], int]:
             header = json.loads(file.read(length)) if length <= size else None
         ends = [entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"]
     except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+        reason = "no such file" if isinstance(error, FileNotFoundError) else f"cannot be read: {error.strerror}"
+        raise UserError(f"{path}: {reason}") from error
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise UserError(f"{path} is not a prompt cache, or damaged; {REMAKE}") from error
     if 8 + length + max(ends, default=0) != size:

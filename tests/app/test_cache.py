@@ -83,7 +83,8 @@ def test_refusals(run, text, tmp_path, monkeypatch):
     for words, said in (
         (["--prompt-file", empty, "--out", out], "is empty"),
         (["--prompt-file", tmp_path / "no.txt", "--out", out], "no such file"),
-        (["--prompt-file", text, "--out", text], "not a prompt cache"),
+        (["--prompt-file", text, "--out", text], "choose another name"),
+        (["--prompt-file", text, "--out", tmp_path / "no" / "c.safetensors"], "there is no folder"),
         (["--prompt-file", text, "--out", out, "--as", "raw", "--system", "x"], "--system does not go with --as raw"),
         (["--prompt-file", text, "--out", out, "--context", "50"], "the context holds 50"),
     ):
