@@ -16,7 +16,7 @@ def attention_from(position: Position, layer: int) -> np.ndarray:
     freqs = position.model.rope.frequencies(position.index, 1)
     queries, _ = block.attention.project(x, position.index, freqs)
     keys, _ = position.cache[layer].fetch()
-    return np.array(_pattern(block.attention, queries, keys)[0, :, 0])
+    return np.asarray(_pattern(block.attention, queries, keys)[0, :, 0])
 
 
 def attention_pattern(model: Transformer, resid_pre: mx.array, layer: int) -> np.ndarray:
@@ -25,7 +25,7 @@ def attention_pattern(model: Transformer, resid_pre: mx.array, layer: int) -> np
     block, length = model.layers[layer], resid_pre.shape[0]
     freqs = model.rope.frequencies(0, length)
     queries, kv = block.attention.project(block.attention_norm(resid_pre[None]), 0, freqs)
-    return np.array(_pattern(block.attention, queries, kv[0])[0])
+    return np.asarray(_pattern(block.attention, queries, kv[0])[0])
 
 
 def _pattern(attention: Attention, queries: mx.array, keys: mx.array) -> mx.array:

@@ -41,7 +41,7 @@ class PendingNorms:
     @cached_property
     def _norms(self) -> np.ndarray:
         """Arrays of several positions are gathered here: on the GPU a stack would be one copy for each of them."""
-        norms = np.sqrt(np.concatenate([np.array(square) for square in self.squares]))  # (1 + 4 L, S)
+        norms = np.sqrt(np.concatenate([np.asarray(square) for square in self.squares]))  # (1 + 4 L, S)
         # Layer l's five points are five in a row: the stream that leaves it enters the next one.
         first = len(_MEASURED) * np.arange(len(norms) // len(_MEASURED))
         return norms[first + np.arange(len(POINTS))[:, None]]
