@@ -74,13 +74,14 @@ class Part:
         return mx.reshape(product, (*lead, -1), stream=stream)
 
     def _for_few(self, count: int) -> mx.array | None:
-        """The rows as `(blocks, in, rows)`, small enough for `count` rows of x; None if no such size divides them."""
+        """The rows as `(blocks, in, rows)`, small enough for `count` rows of x; None if they are small enough as they
+        are, or no such size divides them."""
         if count not in self._blocks:
             rows, width = self.weight.shape
             most = min(_SMALL // (count * width), _MOST_ROWS, rows)
             size = next((size for size in range(most, 0, -1) if rows % size == 0), 0)
             blocks = None
-            if size * _TOO_SMALL >= most > 0:
+            if size < rows and size * _TOO_SMALL >= most > 0:
                 blocks = self.weight.reshape(-1, size, width).swapaxes(1, 2)
                 mx.eval(blocks)
             self._blocks[count] = blocks
