@@ -164,7 +164,7 @@ def test_bombs_cost_nothing(data):
     started = time.monotonic()
     with pytest.raises(UserError):
         load(data)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 100  # 3 s on an idle machine; what is bad here takes for ever
 
 
 @given(st.binary(max_size=200))
