@@ -8,7 +8,7 @@ idle machine, ten times slower on a busy one.
 import os
 import threading
 from functools import cache
-from itertools import cycle
+from itertools import cycle, pairwise
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -44,10 +44,10 @@ def streams() -> list[mx.Stream]:
     return _own.streams
 
 
-def bounds(size: int) -> list[int]:
-    """Where to cut `size` into a part a stream; 0 and `size` included."""
+def shares(size: int) -> list[tuple[int, int]]:
+    """Begin and end of each stream's part of `size`."""
     n = min(n_streams(), size)
-    return [size * i // n for i in range(n + 1)]
+    return list(pairwise(size * i // n for i in range(n + 1)))
 
 
 class Part:
@@ -93,8 +93,7 @@ class Rows:
 
     def __init__(self, weight: mx.array) -> None:
         self.weight = weight
-        cuts = bounds(weight.shape[0])
-        self.parts = [Part(weight[a:b]) for a, b in zip(cuts, cuts[1:], strict=False)]
+        self.parts = [Part(weight[a:b]) for a, b in shares(weight.shape[0])]
         self._alone = Part(weight) if weight.nbytes < _ALONE else None
 
     def product(self, x: mx.array) -> mx.array:

@@ -6,7 +6,7 @@ in memory, masked or not, and their exponentials (14 ns each) are most of a long
 
 import mlx.core as mx
 
-from mlx_llama3.cpu import bounds, streams
+from mlx_llama3.cpu import shares, streams
 
 # Positions of context from which several threads are sooner done with a decoded token than one.
 _SHARED = 512
@@ -62,10 +62,9 @@ def _of_one(q: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.a
     grouped = (q * scale).reshape(B, n_kv_heads, -1, head_dim)  # the heads that share keys are rows of one product
     if T < _SHARED:
         return _heads(grouped, keys, values, streams()[0]).reshape(q.shape)
-    cuts = bounds(n_kv_heads)
     parts = [
         _heads(grouped[:, a:b], keys[:, a:b], values[:, a:b], stream)
-        for a, b, stream in zip(cuts, cuts[1:], streams(), strict=False)
+        for (a, b), stream in zip(shares(n_kv_heads), streams(), strict=False)
     ]
     return mx.concatenate(parts, axis=1).reshape(q.shape)
 

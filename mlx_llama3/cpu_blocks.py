@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_llama3.cpu import Part, SpreadLinear, bounds, streams
+from mlx_llama3.cpu import Part, SpreadLinear, shares, streams
 from mlx_llama3.model import FeedForward, RMSNorm, Transformer
 from mlx_llama3.residual import Residual
 
@@ -68,10 +68,7 @@ class SpreadFeedForward(FeedForward):
         if self._matrices is None or any(a is not b for a, b in zip(weights, self._of, strict=True)):
             whole = weights[0] if len(weights) == 1 else mx.concatenate(weights)
             hidden = whole.shape[0] // 2
-            cuts = bounds(hidden)
-            self._matrices = [
-                (Part(whole[a:b]), Part(whole[hidden + a : hidden + b])) for a, b in zip(cuts, cuts[1:], strict=False)
-            ]
+            self._matrices = [(Part(whole[a:b]), Part(whole[hidden + a : hidden + b])) for a, b in shares(hidden)]
             self._of = weights
         return self._matrices
 
@@ -85,8 +82,7 @@ class SpreadColumns(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight":  # kept as parts alone
-            cuts = bounds(value.shape[1])
-            self.parts = [mx.contiguous(value[:, a:b]) for a, b in zip(cuts, cuts[1:], strict=False)]
+            self.parts = [mx.contiguous(value[:, a:b]) for a, b in shares(value.shape[1])]
             self._rows: list[Part] | None = None
         else:
             super().__setattr__(name, value)
@@ -104,9 +100,8 @@ class SpreadColumns(nn.Module):
 
     def __call__(self, x: mx.array) -> mx.array:
         """`(..., in)` -> `(..., out)`."""
-        cuts = bounds(x.shape[-1])
         products = [
             part.times(x[..., a:b], stream)
-            for part, a, b, stream in zip(self.rows(), cuts, cuts[1:], streams(), strict=False)
+            for part, (a, b), stream in zip(self.rows(), shares(x.shape[-1]), streams(), strict=False)
         ]
         return sum(products[1:], products[0])
