@@ -108,18 +108,22 @@ def _port(address: str) -> int:
 
 def _open_sockets(own: set[int], following: set[int]) -> list[socket.socket]:
     """This process's TCP connections that came in at a port of `own`, or went out to one of `following`."""
-    found = []
-    for name in os.listdir("/dev/fd"):
-        with suppress(OSError):
-            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
-                continue
-            connection = socket.socket(fileno=os.dup(int(name)))  # a second handle; MLX keeps its own
+    handles = [handle for handle in map(int, os.listdir("/dev/fd")) if _is_of_ring(handle, own, following)]
+    # Second handles; MLX keeps its own. Made when all are chosen: a new one may get a number that is still to be seen.
+    return [socket.socket(fileno=os.dup(handle)) for handle in handles]
+
+
+def _is_of_ring(handle: int, own: set[int], following: set[int]) -> bool:
+    try:
+        if not stat.S_ISSOCK(os.fstat(handle).st_mode):
+            return False
+        with socket.socket(fileno=os.dup(handle)) as connection:
             if connection.family not in (socket.AF_INET, socket.AF_INET6) or connection.type != socket.SOCK_STREAM:
-                continue
+                return False
             peer = connection.getpeername()  # none of a socket that listens
-            if connection.getsockname()[1] in own or peer[1] in following:
-                found.append(connection)
-    return found
+            return connection.getsockname()[1] in own or peer[1] in following
+    except OSError:  # no peer, or closed meanwhile, as the folder's own is
+        return False
 
 
 def _is_closed(connection: socket.socket) -> bool:

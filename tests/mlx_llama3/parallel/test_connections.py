@@ -73,12 +73,24 @@ def test_the_ring_is_found_among_the_open_sockets(tmp_path: Path, monkeypatch: p
         left = socket.create_connection(("127.0.0.1", ports[0]))
         with right, left, own.accept()[0] as incoming, other.accept()[0] as far:
             found = Connections.of_ring()
-            # The one that goes out, both ends of the one that comes in (its far end is here too), not the far one.
-            assert len(found) == 3
+            assert len(found) == 2  # the one that goes out and the one that comes in, without their far ends
             assert not found.lost()
             incoming.sendall(b"x")  # what is not read yet does not make it lost
             far.close()
             assert found.lost()
+
+
+def test_a_second_handle_of_a_connection_is_not_taken_for_another_one():
+    """The folder of handles lists its own one, whose number the first new handle then gets."""
+    near, far = tcp_pair()
+    filled = [os.open(os.devnull, os.O_RDONLY) for _ in range(64)]  # no number below these is free
+    with near, far:
+        found = connections._open_sockets({near.getsockname()[1]}, set())
+        assert len(found) == 1
+    for each in found:
+        each.close()
+    for each in filled:
+        os.close(each)
 
 
 def test_the_kernel_asks_after_a_machine_that_is_silent():
