@@ -83,6 +83,7 @@ class SpreadColumns(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight":  # kept as parts alone
             self.parts = [mx.contiguous(value[:, a:b]) for a, b in shares(value.shape[1])]
+            mx.eval(self.parts)  # one matrix at a time: MLX would allocate those of all layers before it frees one
             self._rows: list[Part] | None = None
         else:
             super().__setattr__(name, value)

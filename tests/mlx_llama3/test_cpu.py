@@ -90,3 +90,18 @@ def test_a_loaded_model_has_only_such_layers_and_no_second_copy(tmp_path):
     before = mx.get_active_memory()
     mx.eval(model(mx.array([[1, 2, 3]])))
     assert mx.get_active_memory() - before < 100_000  # the blocks are views: the weights are 800 kB
+
+
+@pytest.mark.parametrize(
+    "how", [(3, 32, "affine"), (4, 64, "affine"), (6, 128, "affine"), (8, 32, "affine"), (4, 32, "mxfp4")]
+)
+def test_unpacking_by_blocks_of_rows(cores, how, monkeypatch):
+    monkeypatch.setattr(cpu, "_BLOCK", 3000)  # bytes: 5 rows of 128 numbers
+    bits, group_size, mode = how
+    layer = nn.QuantizedLinear(128, 37, bias=False, group_size=group_size, bits=bits, mode=mode)
+    model = nn.Sequential(layer)
+    expected = mx.dequantize(
+        layer.weight, layer.scales, layer.get("biases"), group_size=group_size, bits=bits, mode=mode, dtype=mx.float32
+    )
+    cpu.expand(model, mx.float32)
+    assert mx.array_equal(model.layers[0].weight, expected).item()

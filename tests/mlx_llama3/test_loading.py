@@ -127,6 +127,18 @@ def test_weights_are_never_there_twice(tmp_path):
     assert mx.get_peak_memory() - before < 1.5 * size
 
 
+def test_unpacking_takes_little_beside_what_is_unpacked(tmp_path):
+    """`mx.dequantize` of a whole matrix has three more of its size in memory."""
+    args = tiny_args(vocab_size=100_000)
+    folder = write_folder(tmp_path, args, quantized(random_weights(args)), quantization={"bits": 4, "group_size": 32})
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    model = load_model(folder)
+    size = sum(w.nbytes for _, w in tree_flatten(model.parameters()))
+    assert size > 3 * 2**22  # some blocks
+    assert mx.get_peak_memory() - before < 1.5 * size
+
+
 def test_a_model_can_be_used_in_another_thread(tmp_path):
     """What is not computed yet cannot: it belongs to the thread that made it."""
     settings = {"bits": 4, "group_size": 32}
