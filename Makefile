@@ -30,7 +30,7 @@ app: .venv/installed
 
 test: lint
 	@sh scripts/chromium.sh
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 lint: .venv/installed-test
 	@$(BIN)/ruff check
