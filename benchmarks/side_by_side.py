@@ -28,7 +28,7 @@ from engines import NO_TILES  # noqa: E402
 PACKAGES = {"mlx-llama3": "mlx", "mlx-lm": "mlx_lm", "llama.cpp": "llama_cpp", "transformers": "torch"}
 US = "mlx-llama3"
 PREFILL, DECODE, TOKENS = (64, 512, 2048), (64, 1024, 4096), 16
-# mlx-lm's prompts take minutes on a CPU, whatever else; their speed hardly depends on the length.
+# Longer prompts than this take an engine minutes (mlx-lm on a CPU): read in the first round alone.
 SLOW = {"mlx-lm": 64}
 
 
@@ -70,15 +70,20 @@ def rounds(forms: dict[str, Path], engines: list[str], count: int, quick: bool) 
     readings: dict[str, list[dict[str, Any]]] = {engine: [] for engine in engines}
     for number in range(count):
         for engine in engines if number % 2 == 0 else engines[::-1]:
-            lengths = [length for length in PREFILL if length <= SLOW.get(engine, length)]
-            plan = {
-                "prefill": lengths[:1] if quick else lengths,
-                "decode": DECODE[:1] if quick else DECODE,
-                "tokens": TOKENS,
-            }
             print(f"round {number + 1}: {engine}", file=sys.stderr, flush=True)
+            plan = _plan(engine, quick, first=number == 0)
             readings[engine].append(_worker(engine, bench_models.for_engine(forms, engine), plan))
     return readings
+
+
+def _plan(engine: str, quick: bool, *, first: bool) -> dict[str, Any]:
+    """What an engine is asked for in a round."""
+    longest = PREFILL[0] if quick else PREFILL[-1] if first else SLOW.get(engine, PREFILL[-1])
+    return {
+        "prefill": [length for length in PREFILL if length <= longest],
+        "decode": DECODE[:1] if quick else DECODE,
+        "tokens": TOKENS,
+    }
 
 
 def _worker(engine: str, path: Path, plan: dict[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks import side_by_side
-from benchmarks.side_by_side import summary, table
+from benchmarks.side_by_side import PACKAGES, summary, table
 
 
 def reading(load: float, prefill: dict[int, float], decode: float) -> dict:
@@ -21,6 +21,16 @@ def test_medians_of_what_each_engine_measured():
     ours = {"load": 2, "first": 4, "peak": 6e6, "prefill 64": 200, "prefill 512": 80, "decode 64": 25}
     assert found["mlx-llama3"] == ours
     assert "prefill 512" not in found["mlx-lm"]
+
+
+def test_what_takes_minutes_is_read_once():
+    lengths = {
+        engine: [side_by_side._plan(engine, False, first=first)["prefill"] for first in (True, False)]
+        for engine in PACKAGES
+    }
+    assert lengths.pop("mlx-lm") == [[64, 512, 2048], [64]]
+    assert list(lengths.values()) == [[[64, 512, 2048]] * 2] * 3
+    assert side_by_side._plan("mlx-lm", True, first=True)["prefill"] == [64]
 
 
 def test_ratios_say_how_many_times_as_well_this_project_does():
