@@ -5,18 +5,12 @@ import importlib.util
 import threading
 import webbrowser
 
-from app.options import add_cache_options, add_draft_options, cache_settings, positive
+from app.options import add_cache_options, add_draft_options, add_model_option, cache_settings, positive
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `mlx-llama3 app`."""
-    parser.add_argument(
-        "-m",
-        "--model",
-        metavar="NAME",
-        default="demo",
-        help="the model to begin with: a folder, a hub id, or an alias such as llama3.2-1b (default: demo)",
-    )
+    add_model_option(parser)
     parser.add_argument("--port", type=positive, metavar="N", help="default: the first free one from 7860 on")
     add_draft_options(parser)
     add_cache_options(parser)

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from app.options import positive
+from app.options import add_model_option, positive
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -12,13 +12,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Measure how fast a model reads a prompt and writes an answer here: with the fused kernels, with their "
         "references, and in mlx-lm if that is installed, in turns, as medians."
     )
-    parser.add_argument(
-        "-m",
-        "--model",
-        metavar="NAME",
-        default="demo",
-        help="a folder, a hub id, or an alias such as llama3.2-1b (default: demo, a small model, fetched once)",
-    )
+    add_model_option(parser)
     parser.add_argument("--prompt", type=positive, metavar="N", help="tokens to read (default: 512; on a CPU 128)")
     parser.add_argument("--tokens", type=positive, metavar="N", help="tokens to write (default: 128; on a CPU 32)")
     parser.add_argument(

@@ -90,8 +90,8 @@ SETTINGS = {
 }
 
 
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """`--model`, `--context`, `--system`."""
+def add_model_option(parser: argparse.ArgumentParser) -> None:
+    """`--model`; `app.models` opens it."""
     parser.add_argument(
         "-m",
         "--model",
@@ -99,6 +99,11 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         default="demo",
         help="a folder, a hub id, or an alias such as llama3.2-1b (default: demo, a small model, fetched once)",
     )
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """`--model`, `--context`, `--system`."""
+    add_model_option(parser)
     parser.add_argument(
         "--context", type=positive, metavar="N", help="use at most N tokens of context (default: the model's own)"
     )
