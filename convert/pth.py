@@ -7,6 +7,7 @@ is never unpacked: tensors are read where they lie.
 
 import io
 import math
+import os
 import struct
 import zipfile
 import zlib
@@ -19,12 +20,12 @@ from mlx_llama3.errors import UserError
 
 _MAX_DIRECTORY_BYTES = 8 << 20
 _MAX_AXES = 8
-_LOCAL_HEADER = struct.Struct("<4s22xHH")
+_LOCAL_HEADER = struct.Struct("<26xHH")
 _LEGACY_MAGIC = (b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46", b"\x80")
 
 
 class _BoundedFile(io.FileIO):
-    """A file for the zip module that refuses what damage makes it ask for: gigabytes at once, negative positions."""
+    """A file for the zip module that refuses what damage makes it ask for: gigabytes at once, places outside of it."""
 
     def read(self, size: int | None = -1) -> bytes:
         data = super().read(
@@ -35,8 +36,8 @@ class _BoundedFile(io.FileIO):
         return data
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        if whence == io.SEEK_SET and offset < 0:
-            raise zipfile.BadZipFile("its directory points before the file's start")
+        if whence == io.SEEK_SET and not 0 <= offset <= os.fstat(self.fileno()).st_size:
+            raise zipfile.BadZipFile("its directory points outside of the file")
         return super().seek(offset, whence)
 
 
@@ -74,9 +75,8 @@ def _read_directory(path: Path) -> dict[str, _Record]:
         with _BoundedFile(path) as file, zipfile.ZipFile(file) as archive:
             records = [_locate_record(path, file, entry) for entry in archive.infolist()]
             end_of_data = archive.start_dir
-    except UserError:
-        raise
-    except (zipfile.BadZipFile, NotImplementedError, EOFError, struct.error, ValueError, OverflowError) as error:
+    # Besides its own error, the zip module has these for a version it does not know, and for a name that is no text.
+    except (zipfile.BadZipFile, NotImplementedError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: {_why_not_a_zip(path)} ({error})") from error
     records.sort(key=lambda record: record.offset)
     for record, following in zip(records, [*(r.offset for r in records[1:]), end_of_data], strict=False):
@@ -97,9 +97,10 @@ def _locate_record(path: Path, file: io.FileIO, entry: zipfile.ZipInfo) -> _Reco
     if entry.flag_bits & 0x1:
         raise UserError(f"{path}: entry {name[:100]!r} is encrypted; torch never does that, refused")
     file.seek(entry.header_offset)
-    signature, name_length, extra_length = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
-    if signature != zipfile.stringFileHeader:
+    header = file.read(_LOCAL_HEADER.size)
+    if len(header) < _LOCAL_HEADER.size or not header.startswith(zipfile.stringFileHeader):
         raise UserError(f"{path}: entry {name[:100]!r} is not where the directory says; the file is damaged")
+    name_length, extra_length = _LOCAL_HEADER.unpack(header)
     offset = entry.header_offset + _LOCAL_HEADER.size + name_length + extra_length
     return _Record(name, offset, entry.file_size, entry.CRC)
 

@@ -177,7 +177,34 @@ def test_directory_that_points_elsewhere(tmp_path):
     patched(path, entry + 42, "<I", 77)
     assert "is not where the directory says" in refused(path)
     patched(path, entry + 42, "<I", 0xFFFFFFF0)
-    refused(path)
+    assert "its directory points outside of the file" in refused(path)
+    patched(path, entry + 42, "<I", path.stat().st_size - 8)
+    assert "is not where the directory says" in refused(path)
+
+
+@pytest.mark.parametrize("offset", [1 << 40, (1 << 63) - 1, 1 << 63, (1 << 64) - 1])
+def test_directory_that_points_beyond_any_file(tmp_path, offset):
+    """The 64-bit place of an entry, which no system call takes."""
+    path, name = tmp_path / "a.pth", b"archive/data.pkl"
+    extra = struct.pack("<HHQ", 1, 8, offset)
+    entry = (
+        struct.pack("<4s6H3I5H2I", b"PK\x01\x02", *[0] * 9, len(name), len(extra), *[0] * 4, 0xFFFFFFFF) + name + extra
+    )
+    path.write_bytes(entry + struct.pack("<4s4H2IH", b"PK\x05\x06", 0, 0, 1, 1, len(entry), 0, 0))
+    assert "its directory points outside of the file" in refused(path)
+
+
+@pytest.mark.parametrize(
+    ("at", "form", "value", "named"),
+    [(6, "<H", 99, "zip file version 9.9"), (46, "<B", 0xFF, "codec can't decode")],
+    ids=["a version of zip that is not known", "a name that is not UTF-8"],
+)
+def test_directory_that_the_zip_module_cannot_read(tmp_path, at, form, value, named):
+    path = good(tmp_path / "a.pth")
+    entry = entries_of(path.read_bytes())[0]
+    patched(path, entry + 8, "<H", 0x800)  # names are in UTF-8
+    message = refused(patched(path, entry + at, form, value))
+    assert "is truncated or damaged" in message and named in message
 
 
 def test_encrypted_entry(tmp_path):
