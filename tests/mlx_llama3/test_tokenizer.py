@@ -2,10 +2,10 @@
 
 import json
 import random
+import re
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -54,9 +54,10 @@ def long_texts():
 
 @pytest.mark.parametrize("text", [pytest.param(text, id=name) for name, text in long_texts()])
 def test_long_text(llama31, text):
-    started = time.perf_counter()
+    # Within a run tiktoken's work grows with the square of its length.
+    runs = [run for part in tokenizer_module._parts(text) for run in re.findall(r"\s+|\S+", part)]
+    assert max(map(len, runs)) <= 25_000
     ids = llama31.encode(text)
-    assert time.perf_counter() - started < 60  # about one second for a million characters
     assert ids == meta_encode(text)
     assert llama31.decode(ids) == text
 
@@ -332,18 +333,13 @@ def test_demo_conversation_goes_on_after_a_reply(demo):
     assert 2 in demo.stop_ids
 
 
-def test_loading_is_quick_and_imports_little(demo_folder):
+def test_loading_imports_little(demo_folder):
     code = (
-        "import sys, time; started = time.perf_counter()\n"
+        "import sys\n"
         "from mlx_llama3.tokenizer import load_tokenizer\n"
         f"load_tokenizer({str(demo_folder)!r}).encode('a')\n"
-        "print(time.perf_counter() - started)\n"
         "heavy = {'transformers', 'tokenizers', 'huggingface_hub', 'jinja2', 'requests', 'mlx', 'numpy'}\n"
         "print(*sorted(heavy & set(sys.modules)))\n"
     )
-    runs = [
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()
-        for _ in range(3)
-    ]
-    assert {run[1] for run in runs} == {""}
-    assert min(float(run[0]) for run in runs) < 0.5  # 0.2 s measured on two busy cores
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout == "\n"
