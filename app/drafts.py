@@ -41,5 +41,5 @@ def asked_draft(args: argparse.Namespace) -> Drafting | None:
             raise UserError("--draft-tokens needs --draft: a smaller model, or ngram")
         return None
     if args.draft_tokens is not None:
-        check_tokens(args.draft_tokens)
+        check_tokens(args.draft_tokens, "--draft-tokens")
     return Drafting(args.draft, args.draft_tokens)

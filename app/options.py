@@ -4,7 +4,9 @@ One table, `SETTINGS`, serves the command line (`--top-k 40`) and the chat (`/se
 """
 
 import argparse
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -90,6 +92,23 @@ SETTINGS = {
 }
 
 
+def option(name: str) -> str:
+    """`--max-kv-size` for `max_kv_size`."""
+    return "--" + name.replace("_", "-")
+
+
+@contextmanager
+def named_as_typed() -> Iterator[None]:
+    """Within, a `UserError` names the option that was typed where the library names its parameter."""
+    from mlx_llama3.errors import UserError  # here, because importing the library loads its BLAS
+
+    try:
+        yield
+    except UserError as error:
+        names = "|".join((*SETTINGS, "max_kv_size", "kv_bits"))
+        raise UserError(re.sub(rf"\b({names})\b", lambda found: option(found[0]), str(error))) from error
+
+
 def add_model_option(parser: argparse.ArgumentParser) -> None:
     """`--model`; `app.models` opens it."""
     parser.add_argument(
@@ -170,7 +189,9 @@ def cache_settings(args: argparse.Namespace) -> "CacheSettings":
     from mlx_llama3.cache_settings import CacheSettings  # here, because --help must not import MLX
 
     names = {each.name for each in fields(CacheSettings)}
-    return CacheSettings(**{name: value for name, value in vars(args).items() if name in names and value is not None})
+    given = {name: value for name, value in vars(args).items() if name in names and value is not None}
+    with named_as_typed():
+        return CacheSettings(**given)
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
@@ -179,7 +200,7 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int) ->
     defaults = {"temperature": 0, "max_tokens": max_tokens}
     for name, setting in SETTINGS.items():
         group.add_argument(
-            "--" + name.replace("_", "-"),
+            option(name),
             *setting.aliases,
             type=setting.parse,
             action="append" if name in ("logit_bias", "stop") else "store",
@@ -196,7 +217,8 @@ def given_settings(args: argparse.Namespace) -> dict[str, Any]:
         settings["logit_bias"] = {token: bias for each in settings["logit_bias"] for token, bias in each.items()}
     if "stop" in settings:
         settings["stop"] = [text for each in settings["stop"] for text in each]
-    check_settings(settings)
+    with named_as_typed():
+        check_settings(settings)
     return settings
 
 

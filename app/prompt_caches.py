@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 
 from app.models import OpenModel, open_model
-from app.options import cache_settings
+from app.options import cache_settings, option
 from app.prompt import room_for_answer
 from mlx_llama3 import prompt_cache
 from mlx_llama3.cache_settings import CacheSettings
@@ -79,10 +79,8 @@ def _load(path: Path, opened: OpenModel, asked: CacheSettings) -> PrefixCache:
     for name in ("max_kv_size", "kv_bits"):
         wanted, there = getattr(asked, name), getattr(held.settings, name)
         if wanted not in (None, there):
-            raise UserError(
-                f"{path} was made {f'with {name} {there}' if there else f'without {name}'}, not {wanted}; "
-                f"leave the option out, or {prompt_cache.REMAKE}"
-            )
+            made = f"with {option(name)} {there}" if there else f"without {option(name)}"
+            raise UserError(f"{path} was made {made}, not {wanted}; leave the option out, or {prompt_cache.REMAKE}")
     return held
 
 

@@ -57,7 +57,8 @@ def make_layers(settings: CacheSettings, args: ModelArgs, *, fused: bool = False
     if settings.kv_bits is not None:
         if args.head_dim % KEY_GROUP:
             raise UserError(
-                f"kv_bits needs heads of a multiple of {KEY_GROUP}, and this model's have {args.head_dim}; leave it out"
+                f"a cache in fewer bits needs heads of a multiple of {KEY_GROUP}, and this model's have "
+                f"{args.head_dim}; leave it as it is"
             )
         layout = RecordLayout(args.head_dim, settings.kv_bits)
         return [QuantizedKVCache(layout, fused=fused) for _ in range(args.n_layers)]

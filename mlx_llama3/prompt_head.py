@@ -28,7 +28,7 @@ def keep_head(settings: CacheSettings, tokenizer: Tokenizer, system: str | None)
     head = len(prompt_head(tokenizer, system))
     if head >= settings.max_kv_size:
         raise UserError(
-            f"the system prompt takes {head} tokens, max_kv_size is {settings.max_kv_size}; shorten the one, "
-            "or raise the other"
+            f"the system prompt takes {head} tokens, and the cache holds {settings.max_kv_size}; shorten the one, "
+            "or have the other hold more"
         )
     return replace(settings, kv_keep=max(head, settings.kv_keep))

@@ -106,10 +106,13 @@ class Speculation:
         self.proposed = self.accepted = self.passes = self.plain = 0
 
 
-def check_tokens(tokens: int) -> int:
-    """`tokens`, at most so many of which are drafted at a time. Raises `UserError` for a number out of range."""
+def check_tokens(tokens: int, name: str = "tokens") -> int:
+    """`tokens`, at most so many of which are drafted at a time.
+
+    Raises `UserError` for a number out of range; `name` is what it calls it.
+    """
     if not isinstance(tokens, int) or not 1 <= tokens <= MOST_TOKENS:
-        raise UserError(f"draft tokens are {tokens}; it must be a whole number from 1 to {MOST_TOKENS}")
+        raise UserError(f"{name} is {tokens}; it must be a whole number from 1 to {MOST_TOKENS}")
     return tokens
 
 

@@ -73,7 +73,7 @@ def test_refusals(run, text, tmp_path, monkeypatch):
     out = tmp_path / "c.safetensors"
     run("cache", "--prompt-file", text, "--out", out)
     for words, said in (
-        (["--max-kv-size", "64"], "was made without max_kv_size, not 64"),
+        (["--max-kv-size", "64"], "was made without --max-kv-size, not 64"),
         (["--scale", "1:mlp=0"], "does not go with --scale"),
     ):
         code, output, errors = run("generate", "-p", "Hi", "--prompt-cache", out, *words)

@@ -158,7 +158,10 @@ def test_a_quantized_cache_for_the_whole_chat(tokenizer, monkeypatch, capsys, tm
 def test_a_model_that_cannot_have_a_quantized_cache(talk) -> None:
     code, out, err = talk(FRANCE, options=("--kv-bits", "8"))
     assert (code, out) == (2, "")
-    assert err == "error: kv_bits needs heads of a multiple of 64, and this model's have 16; leave it out\n"
+    assert (
+        err
+        == "error: a cache in fewer bits needs heads of a multiple of 64, and this model's have 16; leave it as it is\n"
+    )
 
 
 def test_help_lists_every_command(talk) -> None:

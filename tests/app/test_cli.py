@@ -1,9 +1,7 @@
 """The command line as a whole: quick help, exit codes, one line for each error."""
 
-import statistics
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -17,26 +15,15 @@ def run(*words: str, **options) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, timeout=120, **options)
 
 
-def test_help_is_quick() -> None:
-    """The median of five beside a bare Python, since a busy machine slows both; the issue asks for 150 ms."""
-    seconds = {}
-    for command in (["-c", "import argparse"], ["-m", "app.cli", "--help"]):
-        times = []
-        for _ in range(5):
-            start = time.perf_counter()
-            subprocess.run([sys.executable, *command], stdout=subprocess.DEVNULL, check=True)
-            times.append(time.perf_counter() - start)
-        seconds[len(command)] = statistics.median(times)
-    assert seconds[3] < max(0.150, 4 * seconds[2])
-
-
 @pytest.mark.parametrize("command", ["", *(name for name, (module, _) in cli.COMMANDS.items() if module[:4] == "app.")])
 def test_help_imports_nothing_heavy(command) -> None:
-    """Not even this project's library, whose import loads its BLAS."""
+    """Not even this project's library, whose import loads its BLAS. benchmarks/startup.py has the milliseconds."""
     words = [command, "--help"] if command else ["--help"]
     code = f"import sys; from app import cli; cli.main({words}); print(*sorted(sys.modules), file=sys.stderr)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert not {"mlx", "numpy", "mlx_llama3", "convert"} & set(run.stderr.split())
+    imported = set(run.stderr.split())
+    assert not {"mlx", "numpy", "mlx_llama3", "convert"} & imported
+    assert len(imported) < 150  # 71 of them are argparse and what Python itself starts with
 
 
 @pytest.mark.parametrize("words", [["--help"], ["chat", "--help"], ["generate", "--help"], ["convert", "--help"]])
@@ -71,8 +58,8 @@ def test_version(capsys) -> None:
         (["chat", "--system", "\udcff"], "error: argument --system: it is not UTF-8 at character 1"),
         (["generate", "--raw", "a", "--ids", "1"], "error: argument --ids: not allowed with argument --raw"),
         (["generate", "--ids", "1,x"], "error: argument --ids: 'x' is not a whole number"),
-        (["chat", "--temperature", "-1"], "error: temperature is -1.0; it must be a number from 0 (greedy)"),
-        (["generate", "--prompt", "a", "--top-p", "2"], "error: top_p is 2.0; it must be a number from 0 to 1"),
+        (["chat", "--temperature", "-1"], "error: --temperature is -1.0; it must be a number from 0 (greedy)"),
+        (["generate", "--prompt", "a", "--top-p", "2"], "error: --top-p is 2.0; it must be a number from 0 to 1"),
     ],
 )
 def test_errors_are_one_line_and_code_2(words, complaint, capsys) -> None:

@@ -74,7 +74,7 @@ def test_a_model_drafts_and_a_seed_says_the_same(answered):
     ("words", "complaint"),
     [
         (["--draft-tokens", "3"], "--draft-tokens needs --draft: a smaller model, or ngram"),
-        (["--draft", "ngram", "--draft-tokens", "33"], "draft tokens are 33; it must be a whole number from 1 to 32"),
+        (["--draft", "ngram", "--draft-tokens", "33"], "--draft-tokens is 33; it must be a whole number from 1 to 32"),
         (["--draft", "ngram", "--draft-tokens", "0"], "argument --draft-tokens: 0 is less than 1"),
     ],
 )

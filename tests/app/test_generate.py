@@ -64,11 +64,12 @@ def test_in_a_quantized_cache(run, bits, size) -> None:
     [
         (["--kv-bits", "5"], "argument --kv-bits: invalid choice: 5 (choose from 4, 8)"),
         (["--kv-bits", "x"], "argument --kv-bits: 'x' is not a whole number"),
-        (["--kv-bits", "4", "--max-kv-size", "64"], "max_kv_size and kv_bits do not go together"),
+        (["--kv-bits", "4", "--max-kv-size", "64"], "error: --max-kv-size and --kv-bits do not go together"),
+        (["--max-kv-size", "4"], "error: --max-kv-size is 4; it must be above 4"),
     ],
     ids=str,
 )
-def test_bits_that_cannot_be(run, options, error) -> None:
+def test_caches_that_cannot_be(run, options, error) -> None:
     code, out, err = run("--prompt", "Hello", *options)
     assert (code, out) == (2, "") and error in err
 

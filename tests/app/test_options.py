@@ -35,13 +35,13 @@ def test_repeated_options_are_joined() -> None:
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        (["--temperature", "-1"], "temperature is -1.0; it must be a number from 0 (greedy) to 1e+30"),
-        (["--top-p", "1.5"], "top_p is 1.5; it must be a number from 0 to 1"),
-        (["--top-k", "-2"], "top_k is -2"),
-        (["--min-p", "nan"], "min_p is nan"),
-        (["--repetition-penalty", "0"], "repetition_penalty is 0.0"),
-        (["--seed", "-1"], "seed is -1"),
-        (["--logit-bias", "1:inf"], "logit_bias 1:inf"),
+        (["--temperature", "-1"], "--temperature is -1.0; it must be a number from 0 (greedy) to 1e+30"),
+        (["--top-p", "1.5"], "--top-p is 1.5; it must be a number from 0 to 1"),
+        (["--top-k", "-2"], "--top-k is -2"),
+        (["--min-p", "nan"], "--min-p is nan"),
+        (["--repetition-penalty", "0"], "--repetition-penalty is 0.0"),
+        (["--seed", "-1"], "--seed is -1"),
+        (["--logit-bias", "1:inf"], "--logit-bias 1:inf"),
     ],
 )
 def test_values_out_of_range(words, complaint) -> None:

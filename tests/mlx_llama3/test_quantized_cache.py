@@ -288,7 +288,7 @@ def test_the_demo_model_says_the_same(demo_folder):
 
 @pytest.mark.parametrize("head_dim", [16, 80, 96])
 def test_refuses_heads_that_do_not_fit(head_dim):
-    with pytest.raises(UserError, match=f"kv_bits needs heads of a multiple of 64, and this model's have {head_dim}"):
+    with pytest.raises(UserError, match=f"needs heads of a multiple of 64, and this model's have {head_dim}"):
         make_layers(FOUR, tiny_args(head_dim=head_dim))
 
 

@@ -178,7 +178,7 @@ def test_a_conversation_keeps_its_system_prompt(llama31):
     chat.system = "Be very kind."
     list(chat.send("eleven", max_tokens=3))
     assert "Be very kind." in llama31.decode(chat.ids[: chat.cache[0].window.keep])
-    with pytest.raises(UserError, match="system prompt takes .* tokens, max_kv_size is 60"):
+    with pytest.raises(UserError, match="system prompt takes .* tokens, and the cache holds 60"):
         chat.system = "kind " * 90
     assert chat.system == "Be very kind."
 

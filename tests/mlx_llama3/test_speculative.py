@@ -368,7 +368,7 @@ def test_a_twin_is_for_another_stream(model, tokenizer, drafts):
 
 def test_bad_input(model, tokenizer):
     for number in (0, 33, 2.5):
-        with pytest.raises(UserError, match="draft tokens are .* from 1 to 32"):
+        with pytest.raises(UserError, match="tokens is .* from 1 to 32"):
             Speculation(NgramDrafter, tokens=number)
     cache = model.make_cache()
     list(generate(model, tokenizer, PROMPT, max_tokens=1, cache=cache))
