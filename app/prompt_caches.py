@@ -1,7 +1,10 @@
 """Prompt caches on disk: made by `mlx-llama3 cache`, used by `--prompt-cache`."""
 
 import argparse
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +38,25 @@ def write(args: argparse.Namespace) -> None:
     if args.place != "raw":
         settings = keep_head(settings, opened.tokenizer, text if args.place == "system" else args.system)
     held = PrefixCache(opened.model, settings)
-    mx.eval(prefill(opened.model, ids, held.layers, on_prefill=_reading), [layer.state for layer in held.layers])
+    with _ended_at_once():
+        mx.eval(prefill(opened.model, ids, held.layers, on_prefill=_reading), [layer.state for layer in held.layers])
     held.record(ids)
     prompt_cache.save(args.out, held, opened.model, opened.tokenizer, name=opened.name)
     print(f"{args.out}: {len(ids)} tokens, {args.out.stat().st_size / 1e6:.1f} MB")
+
+
+@contextmanager
+def _ended_at_once() -> Iterator[None]:
+    """Within, Ctrl-C ends the process itself: Python would hear of it only when MLX is done with a chunk of the prompt,
+    after seconds. Nothing is written yet that would have to be put in order.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if handler is signal.default_int_handler:  # a shell has its background jobs ignore it
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 def beginning(tokenizer: Tokenizer, text: str, place: str, system: str | None) -> list[int]:

@@ -2,6 +2,8 @@
 
 import io
 import json
+import signal
+import subprocess
 import sys
 
 import pytest
@@ -67,6 +69,24 @@ def test_raw_text(run, text, tmp_path):
     run("cache", "--prompt-file", text, "--as", "raw", "--out", out)
     asked = ["generate", "--raw", f"{TEXT}The sisters", "--max-tokens", "6"]
     assert run(*asked, "--prompt-cache", out)[1] == run(*asked)[1]
+
+
+@pytest.mark.parametrize(
+    ("ignored", "code"), [(False, -signal.SIGINT), (True, 3)], ids=["at work", "in the background"]
+)
+def test_ctrl_c_while_the_text_is_read(demo_folder, text, tmp_path, ignored, code):
+    """It ends the process itself, and not, as Python has it, once MLX is done with a chunk."""
+    words = ["cache", "--prompt-file", str(text), "--out", str(tmp_path / "c.safetensors")]
+    script = (
+        "import os, signal, sys\n"
+        f"if {ignored}: signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "from app import cli, prompt_caches\n"
+        "def prefill(*_, **__): os.kill(os.getpid(), signal.SIGINT); sys.exit(3)\n"
+        f"prompt_caches.prefill = prefill; sys.exit(cli.main({words}))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (code, "")
+    assert [path.name for path in tmp_path.iterdir() if path.suffix == ".safetensors"] == []
 
 
 def test_refusals(run, text, tmp_path, monkeypatch):
