@@ -3,6 +3,8 @@
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_llama3.cpu import SpreadLinear
+
 
 class PackedLinear(nn.Module):
     """Matrices that multiply the same input, stacked by rows where their storage agrees: one product, one read of x.
@@ -38,6 +40,8 @@ class PackedLinear(nn.Module):
 
 def row(matrix: nn.Module, index: int) -> mx.array:
     """One row `(in,)` of a matrix, dense or quantized, a `Linear` or an `Embedding`."""
+    if isinstance(matrix, SpreadLinear):
+        return matrix.row(index)
     if not isinstance(matrix, nn.QuantizedLinear | nn.QuantizedEmbedding):
         return matrix.weight[index]
     parts = [

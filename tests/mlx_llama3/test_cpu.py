@@ -29,14 +29,20 @@ def test_equals_a_whole_product(cores, rows, shape):
     assert mx.abs(y - x @ weight.T).max().item() < 1e-5
 
 
-@pytest.mark.parametrize("rows", [4800, 4801, 2 * 2399])  # by blocks; odd; two primes, which no block divides
-@pytest.mark.parametrize("count", [1, 2, 8, 9])
-def test_few_rows_are_multiplied_by_blocks(cores, rows, count):
+@pytest.mark.parametrize("rows", [4800, 4801])  # whole tiles; a last one of a single row
+@pytest.mark.parametrize("count", [1, 2, 25, 48, 62, 65])  # 48 and 62 in two groups, 65 in one
+def test_rows_of_x_go_together_in_groups(cores, rows, count):
     weight = mx.random.normal((rows, 640), key=mx.random.key(0)) / 25
     x = mx.random.normal((1, count, 640), key=mx.random.key(1))
     y = cpu.SpreadLinear(weight)(x)
     assert y.shape == (1, count, rows)
     assert mx.abs(y - x @ weight.T).max().item() < 1e-5
+
+
+def test_groups_are_as_large_as_the_small_kernels_take():
+    groups = {(count, width): cpu._groups(count, width) for count in (1, 8, 9, 13, 64, 65) for width in (640, 2048)}
+    assert [groups[count, 640] for count in (1, 8, 9, 13, 64, 65)] == [1, 1, 1, 1, 4, 1]  # up to 24 rows each
+    assert [groups[count, 2048] for count in (1, 8, 9, 13, 64, 65)] == [1, 2, 3, 1, 16, 1]  # up to 7; no 13
 
 
 def test_embedding_and_tied_head(cores):
@@ -54,6 +60,16 @@ def test_a_new_weight_counts(cores):
     assert layer(x).tolist() == [[64.0] * 8]
     layer.weight = mx.zeros((8, 64))
     assert layer(x).tolist() == [[0.0] * 8]
+    assert layer.weight.tolist() == mx.zeros((8, 64)).tolist()
+
+
+@pytest.mark.parametrize("rows", [1, 63, 64, 130])
+def test_the_matrix_and_its_rows_can_be_read(rows):
+    weight = mx.random.normal((rows, 32), key=mx.random.key(0))
+    layer = cpu.SpreadLinear(weight)
+    assert mx.array_equal(layer.weight, weight).item()
+    assert all(mx.array_equal(layer.row(index), weight[index]).item() for index in range(rows))
+    assert [name for name, _ in nn.utils.tree_flatten(layer.parameters())] == ["tiles"]
 
 
 def test_from_another_thread():
@@ -89,16 +105,16 @@ def test_a_loaded_model_has_only_such_layers_and_no_second_copy(tmp_path):
     assert {cpu.SpreadLinear, cpu.SpreadEmbedding} <= kinds
     before = mx.get_active_memory()
     mx.eval(model(mx.array([[1, 2, 3]])))
-    assert mx.get_active_memory() - before < 100_000  # the blocks are views: the weights are 800 kB
+    assert mx.get_active_memory() - before < 100_000  # the streams' parts are views: the weights are 800 kB
 
 
 @pytest.mark.parametrize(
     "how", [(3, 32, "affine"), (4, 64, "affine"), (6, 128, "affine"), (8, 32, "affine"), (4, 32, "mxfp4")]
 )
 def test_unpacking_by_blocks_of_rows(cores, how, monkeypatch):
-    monkeypatch.setattr(cpu, "_BLOCK", 3000)  # bytes: 5 rows of 128 numbers
+    monkeypatch.setattr(cpu, "_BLOCK", 3000)  # bytes: one tile
     bits, group_size, mode = how
-    layer = nn.QuantizedLinear(128, 37, bias=False, group_size=group_size, bits=bits, mode=mode)
+    layer = nn.QuantizedLinear(128, 200, bias=False, group_size=group_size, bits=bits, mode=mode)
     model = nn.Sequential(layer)
     expected = mx.dequantize(
         layer.weight, layer.scales, layer.get("biases"), group_size=group_size, bits=bits, mode=mode, dtype=mx.float32

@@ -7,11 +7,14 @@ from mlx.utils import tree_flatten
 from tiny_models import quantized, random_weights, tiny_args, write_folder
 
 from mlx_llama3 import cpu
-from mlx_llama3.cpu_blocks import SpreadColumns, SpreadFeedForward, spread_blocks
+from mlx_llama3.cpu_blocks import SpreadFeedForward, _silu, spread_blocks
 from mlx_llama3.loading import load_model
 from mlx_llama3.model import FeedForward, Transformer
 
 import mlx.core as mx  # isort: skip
+
+
+ARGS = tiny_args(hidden_dim=320)  # 5 tiles: no number of streams but 1 divides them
 
 
 @pytest.fixture(params=[1, 2, 3, 8])
@@ -23,12 +26,12 @@ def cores(request, monkeypatch):
 
 def feed_forward() -> FeedForward:
     mx.random.seed(3)
-    model = Transformer(tiny_args())
+    model = Transformer(ARGS)
     cpu.expand(model, mx.float32)
     return model.layers[0].feed_forward
 
 
-@pytest.mark.parametrize("shape", [(), (1, 1), (2, 5), (1, 40)])
+@pytest.mark.parametrize("shape", [(), (1, 1), (2, 5), (1, 200)])  # 200: its gates by powers of two
 def test_feed_forward(cores, shape):
     whole = feed_forward()
     x = mx.random.normal((*shape, whole.w2.weight.shape[0]), key=mx.random.key(1))
@@ -36,9 +39,15 @@ def test_feed_forward(cores, shape):
     y = spread(x)
     assert y.shape == x.shape
     assert mx.abs(y - whole(x)).max().item() < 1e-6
-    hidden = mx.random.normal((*shape, whole.w2.weight.shape[1]), key=mx.random.key(2))
-    assert mx.abs(spread.w2(hidden) - whole.w2(hidden)).max().item() < 1e-5
-    assert mx.array_equal(spread.w2.weight, whole.w2.weight).item()
+
+
+def test_gates_of_any_size(cores):
+    """A power of two overflows where a gate is shut, and the product is 0 as it should be."""
+    stream, gate = cpu.streams()[0], mx.array([0.0, 1e-6, 3.0, -3.0, 90.0, -90.0, 1000.0, -1000.0])
+    expected = gate * mx.sigmoid(gate)
+    found = _silu(mx.repeat(gate, 1000), stream)[::1000]
+    assert mx.abs(found - expected).max().item() < 1e-6
+    assert mx.array_equal(_silu(gate, stream), expected).item()
 
 
 def test_a_new_weight_counts(cores):
@@ -63,12 +72,11 @@ def test_from_another_thread():
 
 
 def test_a_loaded_model_is_spread_and_holds_its_weights_once(tmp_path):
-    args = tiny_args()
+    args = ARGS
     settings = {"bits": 4, "group_size": 32}
     before = mx.get_active_memory()
     model = load_model(write_folder(tmp_path, args, quantized(random_weights(args)), quantization=settings))
     assert all(isinstance(layer.feed_forward, SpreadFeedForward) for layer in model.layers)
-    assert all(isinstance(layer.feed_forward.w2, SpreadColumns) for layer in model.layers)
     mx.eval(model(mx.array([[1, 2, 3]])), model(mx.array([[1]])))
     mx.clear_cache()
     weights = sum(weight.nbytes for _, weight in tree_flatten(model.parameters()))
@@ -80,3 +88,8 @@ def test_what_is_not_spread_stays_as_it_is():
     before = [layer.feed_forward for layer in model.layers]
     spread_blocks(model)
     assert [layer.feed_forward for layer in model.layers] == before
+
+
+def test_hidden_units_that_are_no_whole_tiles_are_not_spread(tmp_path):
+    model = load_model(write_folder(tmp_path, tiny_args(hidden_dim=96)))
+    assert [type(layer.feed_forward) for layer in model.layers] == [FeedForward] * 3

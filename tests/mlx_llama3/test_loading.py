@@ -129,13 +129,13 @@ def test_weights_are_never_there_twice(tmp_path):
 
 def test_unpacking_takes_little_beside_what_is_unpacked(tmp_path):
     """`mx.dequantize` of a whole matrix has three more of its size in memory."""
-    args = tiny_args(vocab_size=100_000)
+    args = tiny_args(vocab_size=300_000)
     folder = write_folder(tmp_path, args, quantized(random_weights(args)), quantization={"bits": 4, "group_size": 32})
     mx.reset_peak_memory()
     before = mx.get_active_memory()
     model = load_model(folder)
     size = sum(w.nbytes for _, w in tree_flatten(model.parameters()))
-    assert size > 3 * 2**22  # some blocks
+    assert size > 150e6  # what a block takes on its way is constant, some 30 MB
     assert mx.get_peak_memory() - before < 1.5 * size
 
 
