@@ -8,6 +8,7 @@ OpenBLAS globally *before* `mlx.core` is imported is enough. Where anything of t
 import ctypes
 import logging
 import os
+import platform
 import sys
 import sysconfig
 import tempfile
@@ -15,14 +16,21 @@ from pathlib import Path
 
 log = logging.getLogger(__name__)
 
+_CPUINFO = Path("/proc/cpuinfo")
 _WANTED = b"libgfortran.so.5"
+# What the package's OpenBLAS (0.3.31) is compiled for, SKYLAKEX and NEOVERSEN2: on a processor without, it ends the
+# process by an illegal instruction. Names as in /proc/cpuinfo.
+_BUILT_FOR = {
+    "x86_64": {"avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl"},
+    "aarch64": {"sve", "sve2", "bf16"},
+}
 
 
 def use_openblas() -> bool:
     """Load OpenBLAS for MLX; True if it will be used. Call before the first import of `mlx.core`.
 
-    Does nothing (False) on other systems than Linux, when `mlx.core` is imported already, when the package is absent,
-    or when `MLX_LLAMA3_BLAS=reference` asks for the wheel's own.
+    Does nothing (False) on other systems than Linux, when `mlx.core` is imported already, when the package is absent or
+    built for other processors, or when `MLX_LLAMA3_BLAS=reference` asks for the wheel's own.
     """
     if sys.platform != "linux" or "mlx.core" in sys.modules or os.environ.get("MLX_LLAMA3_BLAS") == "reference":
         return False
@@ -30,6 +38,12 @@ def use_openblas() -> bool:
     library = site / "cmeel.prefix" / "lib" / "libopenblas.so"
     if not library.exists():
         log.info("OpenBLAS is not installed; the CPU uses MLX's reference BLAS, which is slow")
+        return False
+    if missing := _BUILT_FOR.get(platform.machine(), set()) - _processor_features():
+        log.warning(
+            "this processor has no %s, which OpenBLAS is built for; it uses MLX's reference BLAS, which is slow",
+            ", ".join(sorted(missing)),
+        )
         return False
     try:
         openblas = _load(library, site / "mlx_cpu.libs")
@@ -39,6 +53,13 @@ def use_openblas() -> bool:
     if "OPENBLAS_NUM_THREADS" not in os.environ:
         openblas.openblas_set_num_threads(1)  # cpu.py uses the cores, without the spinning of OpenBLAS's threads
     return True
+
+
+def _processor_features() -> set[str]:
+    """Of the first processor; the others have the same."""
+    lines = _CPUINFO.read_text().splitlines() if _CPUINFO.exists() else []
+    named = (line.partition(":")[2] for line in lines if line.lower().startswith(("flags", "features")))
+    return set(next(named, "").split())
 
 
 def _load(library: Path, runtime: Path) -> ctypes.CDLL:

@@ -58,6 +58,25 @@ def test_a_library_that_does_not_load_is_told(tmp_path, monkeypatch, caplog):
     assert "reference BLAS" in caplog.text
 
 
+@linux
+@pytest.mark.parametrize(
+    ("machine", "features", "said"),
+    [
+        ("x86_64", "flags\t\t: fpu avx2 avx512f avx512cd avx512dq avx512vl", "no avx512bw, which"),
+        ("aarch64", "Features\t: fp asimd sve", "no bf16, sve2, which"),
+    ],
+)
+def test_a_processor_that_the_library_is_not_built_for(machine, features, said, tmp_path, monkeypatch, caplog):
+    """The library is never opened: the first of its instructions that is missing would end the process."""
+    (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{features}\n\nprocessor\t: 1\n{features}\n")
+    monkeypatch.delitem(sys.modules, "mlx.core", raising=False)
+    monkeypatch.setattr(blas, "_CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(blas.platform, "machine", lambda: machine)
+    monkeypatch.setattr(blas, "_load", lambda *_: pytest.fail("was opened"))
+    assert blas.use_openblas() is False
+    assert said in caplog.text
+
+
 def test_other_systems_are_left_alone(monkeypatch):
     monkeypatch.delitem(sys.modules, "mlx.core", raising=False)
     monkeypatch.setattr(blas.sys, "platform", "darwin")
