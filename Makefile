@@ -18,7 +18,7 @@ help:
 	@echo "make bench-convert memory and speed of the converter beside mlx-lm (minutes, 20 GB of disk)"
 	@echo "make fuzz          100,000 damaged files for each reader of checkpoints"
 	@echo "make test-peers    tests beside llama.cpp, which is compiled first (minutes), and torch"
-	@echo "make soak         the long tests: a stream of 4,000 tokens in the UI, a needle in 7,000 tokens"
+	@echo "make soak          the long tests: a stream of 4,000 tokens in the UI, a needle in 6,000 tokens"
 	@echo "make clean         remove .venv and what tools left behind"
 
 # exec: a shell in between would be killed by the Ctrl-C that only stops an answer.

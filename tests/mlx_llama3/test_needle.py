@@ -1,4 +1,4 @@
-"""A sentence hidden in a long text is found again by the demo model: within 500 tokens here, up to 7,000 with SOAK=1.
+"""A sentence hidden in a long text is found again by the demo model: within 500 tokens here, up to 6,000 with SOAK=1.
 
 The task is one that a model of 135M weights can do: to repeat a key that it has read. It fails with a wrong RoPE
 scaling and with dropped positions, which the tests show.
