@@ -14,6 +14,7 @@ from hub_server import Hub, serve
 
 from convert import demo
 from mlx_llama3.hub import cache_dir
+from mlx_llama3.tokenizer import Tokenizer, load_tokenizer
 
 # A shell that starts the tests in the background has them ignore Ctrl-C, and so all programs that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -58,3 +59,9 @@ def demo_folder(demo_gguf: Path) -> Path:
     """The demo model as the converter writes it; `--model demo` finds it too."""
     (cache_dir() / demo.GGUF).symlink_to(demo_gguf)
     return demo.demo_model(progress=False)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(demo_folder: Path) -> Tokenizer:
+    """The demo model's."""
+    return load_tokenizer(demo_folder)

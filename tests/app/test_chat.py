@@ -17,15 +17,10 @@ from app import chat, cli
 from app.models import OpenModel
 from app.plain import Plain
 from mlx_llama3.conversation import Conversation
-from mlx_llama3.tokenizer import Tokenizer, load_tokenizer
+from mlx_llama3.tokenizer import Tokenizer
 
 FRANCE = "What is the capital of France?"
 PARIS = "The capital of France is Paris."
-
-
-@pytest.fixture(scope="module")
-def tokenizer(demo_folder):
-    return load_tokenizer(demo_folder)
 
 
 @pytest.fixture

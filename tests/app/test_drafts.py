@@ -21,11 +21,6 @@ QUESTION = "Repeat word for word: The keeper climbed the stairs, cleaned the gla
 WORDS = "one two three four five six seven. "
 
 
-@pytest.fixture(scope="module")
-def tokenizer(demo_folder):
-    return load_tokenizer(demo_folder)
-
-
 @pytest.fixture
 def answered(opened, monkeypatch, capsys):
     """Run `generate --json` with the demo model; returns the object and what went to standard error."""

@@ -10,12 +10,7 @@ from watched_model import WatchedModel
 
 from mlx_llama3.conversation import ContextFull, Conversation
 from mlx_llama3.errors import UserError
-from mlx_llama3.tokenizer import Tokenizer, load_tokenizer
-
-
-@pytest.fixture(scope="module")
-def tokenizer(demo_folder) -> Tokenizer:
-    return load_tokenizer(demo_folder)
+from mlx_llama3.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")

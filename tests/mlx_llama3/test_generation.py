@@ -7,16 +7,10 @@ from watched_model import WatchedModel
 
 from mlx_llama3.errors import UserError
 from mlx_llama3.generation import generate
-from mlx_llama3.tokenizer import load_tokenizer
 
 import mlx.core as mx  # isort: skip
 
 PROMPT = [3, 14, 159, 26, 5, 35]
-
-
-@pytest.fixture(scope="module")
-def tokenizer(demo_folder):
-    return load_tokenizer(demo_folder)
 
 
 @pytest.fixture(scope="module")

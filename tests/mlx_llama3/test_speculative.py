@@ -17,7 +17,6 @@ from mlx_llama3.generation import Step, generate
 from mlx_llama3.loading import load_model
 from mlx_llama3.sampling import Sampler, Sampling
 from mlx_llama3.speculative import Speculation, speculate
-from mlx_llama3.tokenizer import load_tokenizer
 
 import mlx.core as mx  # isort: skip
 
@@ -30,11 +29,6 @@ OPTIONS = {
     "penalties": {"temperature": 1.1, "seed": 5, "repetition_penalty": 1.3, "frequency_penalty": 0.4},
     "greedy penalties": {"repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": 0.1},
 }
-
-
-@pytest.fixture(scope="module")
-def tokenizer(demo_folder):
-    return load_tokenizer(demo_folder)
 
 
 @pytest.fixture(scope="module")

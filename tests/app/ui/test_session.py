@@ -14,16 +14,10 @@ from mlx_llama3.cache_settings import CacheSettings
 from mlx_llama3.errors import UserError
 from mlx_llama3.quantized_cache import QuantizedKVCache
 from mlx_llama3.residual import plain as plain_stream
-from mlx_llama3.tokenizer import load_tokenizer
 from mlx_llama3.trace.edits import Scale
 from mlx_llama3.trace.norms import POINTS, NormCapture
 
 import mlx.core as mx  # isort: skip
-
-
-@pytest.fixture(scope="module")
-def tokenizer(demo_folder):
-    return load_tokenizer(demo_folder)
 
 
 @pytest.fixture

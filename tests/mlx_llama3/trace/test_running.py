@@ -2,18 +2,17 @@
 
 import numpy as np
 import pytest
+from all_states import all_states
 from tiny_models import tiny_args, tiny_model
 
 import mlx_llama3.trace
 from mlx_llama3.errors import UserError
 from mlx_llama3.generation import generate
-from mlx_llama3.tokenizer import load_tokenizer
 from mlx_llama3.trace import running
 from mlx_llama3.trace.attention import attention_pattern
 from mlx_llama3.trace.edits import Scale, edited
 from mlx_llama3.trace.norms import POINTS
 from mlx_llama3.trace.store import load_trace
-from mlx_llama3.trace.taps import tapped
 
 import mlx.core as mx  # isort: skip
 
@@ -21,26 +20,9 @@ IDS = [3, 14, 159, 26, 5]
 ALL = running.SAVE
 
 
-@pytest.fixture(scope="module")
-def tokenizer(demo_folder):
-    return load_tokenizer(demo_folder)
-
-
 @pytest.fixture
 def model(tmp_path):
     return tiny_model(tmp_path)
-
-
-def states(model, tokens) -> dict[str, np.ndarray]:
-    """One full pass: `(n_layers, T, dim)` by name."""
-    rows: dict[str, list] = {}
-
-    def keep(layer, name, value):
-        rows.setdefault(name, []).append(np.array(value[0]))
-        return value
-
-    tapped(model, keep)(mx.array([tokens]))
-    return {name: np.stack(row) for name, row in rows.items()}
 
 
 @pytest.mark.parametrize("chunk", [3, 512])
@@ -50,7 +32,7 @@ def test_everything_is_that_of_a_full_pass(model, tokenizer, chunk):
     assert tokens == IDS + [step.token for step in generate(model, tokenizer, IDS, max_tokens=6)]
     assert (trace.model, trace.tokens.dtype, len(trace.pieces)) == ("tiny", np.int32, 11)
     assert trace.settings == {"prompt_tokens": 5, "max_tokens": 6, "finish_reason": "length"}
-    expected = states(model, tokens)
+    expected = all_states(model, tokens)
     for point in POINTS:
         np.testing.assert_allclose(trace.norm(point), np.linalg.norm(expected[point], axis=-1), rtol=1e-4)
     np.testing.assert_allclose(trace.extra["resid_post"], expected["resid_post"], atol=2e-5)
@@ -68,7 +50,7 @@ def test_a_stop_token_is_traced_too(model, tokenizer):
     trace = running.run(model, stopping, IDS, max_tokens=6)
     assert trace.tokens.tolist() == [*IDS, first]
     assert trace.settings["finish_reason"] == "stop"
-    expected = states(model, [*IDS, first])
+    expected = all_states(model, [*IDS, first])
     np.testing.assert_allclose(trace.norm("mlp_out"), np.linalg.norm(expected["mlp_out"], axis=-1), rtol=1e-4)
 
 
@@ -85,7 +67,7 @@ def test_the_prompt_alone(model, tokenizer):
     trace = running.run(model, tokenizer, IDS, max_tokens=0, save=["logits"])
     assert trace.tokens.tolist() == IDS and set(trace.extra) == {"logits"}
     np.testing.assert_allclose(
-        trace.norm("resid_post"), np.linalg.norm(states(model, IDS)["resid_post"], axis=-1), rtol=1e-4
+        trace.norm("resid_post"), np.linalg.norm(all_states(model, IDS)["resid_post"], axis=-1), rtol=1e-4
     )
 
 
@@ -93,7 +75,7 @@ def test_under_an_edit(model, tokenizer, tmp_path):
     quiet = edited(model, [Scale(1, "mlp")])
     trace = running.run(quiet, tokenizer, IDS, max_tokens=3, save=ALL, stop=["x"], temperature=0.5, seed=1)
     assert (trace.norm("mlp_out")[1] == 0).all() and (trace.norm("mlp_out")[0] > 0).all()
-    expected = states(quiet, trace.tokens.tolist())
+    expected = all_states(quiet, trace.tokens.tolist())
     np.testing.assert_allclose(trace.extra["resid_post"], expected["resid_post"], atol=2e-5)
     trace.save(tmp_path / "t.safetensors")
     again = load_trace(tmp_path / "t.safetensors")

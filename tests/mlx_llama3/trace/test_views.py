@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from all_states import all_states
 from tiny_models import quantized, random_weights, tiny_args, tiny_model, write_folder
 
 from mlx_llama3 import loading
@@ -12,7 +13,6 @@ from mlx_llama3.trace.attribution import attribute, promoted
 from mlx_llama3.trace.lens import logit_lens
 from mlx_llama3.trace.neurons import neurons
 from mlx_llama3.trace.position import look
-from mlx_llama3.trace.taps import tapped
 
 import mlx.core as mx  # isort: skip
 
@@ -31,18 +31,6 @@ def model(request, tmp_path_factory):
         return load_model(folder)
 
 
-def all_states(model) -> dict[str, np.ndarray]:
-    """One full pass: `(n_layers, S, dim)` by name."""
-    rows: dict[str, list] = {}
-
-    def keep(layer, name, value):
-        rows.setdefault(name, []).append(np.array(value[0]))
-        return value
-
-    tapped(model, keep)(mx.array([IDS]))
-    return {name: np.stack(row) for name, row in rows.items()}
-
-
 @pytest.mark.parametrize("index", [0, 4, -1])
 @pytest.mark.parametrize("cached", [False, True])
 def test_a_position_is_the_full_pass_there(model, index, cached):
@@ -50,7 +38,7 @@ def test_a_position_is_the_full_pass_there(model, index, cached):
     if cached:
         cache = model.make_cache()
         model(mx.array([IDS]), 0, cache)
-    position, expected = look(model, IDS, index, cache=cache), all_states(model)
+    position, expected = look(model, IDS, index, cache=cache), all_states(model, IDS)
     for name, states in position.states.items():
         np.testing.assert_allclose(np.array(states), expected[name][:, index], atol=2e-5, err_msg=name)
     np.testing.assert_allclose(np.array(position.logits), np.array(model(mx.array([IDS]))[0, index]), atol=2e-5)
@@ -87,7 +75,7 @@ def test_lens(model):
 
 @pytest.mark.parametrize("layer", [0, 2])
 def test_attention(model, layer):
-    states = all_states(model)
+    states = all_states(model, IDS)
     pattern = attention_pattern(model, mx.array(states["resid_pre"][layer]), layer)
     assert pattern.shape == (4, 8, 8)
     np.testing.assert_allclose(pattern.sum(-1), 1, atol=1e-5)
