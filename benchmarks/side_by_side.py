@@ -89,7 +89,7 @@ def _plan(engine: str, quick: bool, *, first: bool) -> dict[str, Any]:
 def _worker(engine: str, path: Path, plan: dict[str, Any]) -> dict[str, Any]:
     command = [sys.executable, str(ROOT / "benchmarks" / "engines.py"), engine, str(path), json.dumps(plan)]
     run = subprocess.run([*command, str(time.time())], cwd=ROOT, capture_output=True, text=True)
-    if run.returncode == -signal.SIGSEGV and NO_TILES not in os.environ:
+    if run.returncode in (-signal.SIGSEGV, -signal.SIGILL) and NO_TILES not in os.environ:
         print(f"{engine} died of a signal; tried again without matrix tiles", file=sys.stderr)
         os.environ[NO_TILES] = "1"
         return _worker(engine, path, plan)

@@ -51,12 +51,13 @@ def test_a_worker_that_fails_ends_the_run_with_its_words(monkeypatch, tmp_path):
         side_by_side._worker("mlx-lm", tmp_path, {})
 
 
-def test_llama_cpp_is_tried_again_without_matrix_tiles(monkeypatch, tmp_path, capsys):
+@pytest.mark.parametrize("died", ["SIGSEGV", "SIGILL"])
+def test_llama_cpp_is_tried_again_without_matrix_tiles(died, monkeypatch, tmp_path, capsys):
     (tmp_path / "benchmarks").mkdir()
     worker = tmp_path / "benchmarks" / "engines.py"
     worker.write_text(
         "import json, os, signal\n"
-        f"if {side_by_side.NO_TILES!r} not in os.environ: os.kill(os.getpid(), signal.SIGSEGV)\n"
+        f"if {side_by_side.NO_TILES!r} not in os.environ: os.kill(os.getpid(), signal.{died})\n"
         "print(json.dumps({'load': 1}))\n"
     )
     monkeypatch.setattr(side_by_side, "ROOT", tmp_path)
