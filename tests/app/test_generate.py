@@ -166,7 +166,7 @@ def test_logprobs(run, opened) -> None:
         (["--prompt", "a", "--context", "10"], "tokens, the context holds 10; shorten it, or use a larger context"),
         (["--prompt", "word " * 9000], "shorten"),
         (["--prompt", "a", "--logit-bias", "49152:1"], "logit_bias names token 49152; the vocabulary ends at 49151"),
-        (["--prompt", "a", "--logit-bias=-1:1"], "logit_bias -1:1.0 must be a token id"),
+        (["--prompt", "a", "--logit-bias=-1:1"], "--logit-bias -1:1.0 must be a token id"),
         (["--messages", "missing.json"], "missing.json: no such file"),
         (["--messages", "."], ".: cannot be read: Is a directory"),
     ],

@@ -120,11 +120,12 @@ def held(page: Any, elem_id: str = "live-heat") -> np.ndarray:
 
 def click(page: Any, row: int, column: int, rows: int = 30, elem_id: str = "live-heat") -> None:
     """Click into the middle of a cell of a heat map with tokens below."""
-    page.locator(f"#{elem_id} canvas").scroll_into_view_if_needed()
-    box = page.locator(f"#{elem_id} canvas").bounding_box()
+    canvas = page.locator(f"#{elem_id} canvas")
+    canvas.click(trial=True)  # brings it into view and waits until it stands still: on a busy machine a page is late
+    box = canvas.bounding_box()
     left = page.evaluate(f"document.querySelector('#{elem_id} .heat-scroll').scrollLeft")
     tall = (box["height"] - 6 - 72) / rows
-    page.mouse.click(box["x"] + 44 + 12 * (column + 0.5) - left, box["y"] + 6 + (rows - 1 - row + 0.5) * tall)
+    canvas.click(position={"x": 44 + 12 * (column + 0.5) - left, "y": 6 + (rows - 1 - row + 0.5) * tall})
 
 
 @contextmanager
