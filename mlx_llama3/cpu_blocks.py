@@ -68,9 +68,9 @@ class SpreadFeedForward(FeedForward):
         another weight was put in their place."""
         tiles = [matrix.tiles for matrix in (*self.w13.parts, self.w2)]
         if not self._of or any(a is not b for a, b in zip(tiles, self._of, strict=True)):
-            w13 = tiles[0] if len(tiles) == 2 else mx.concatenate(tiles[:-1])
-            w1, w3 = mx.split(w13, 2)
-            self._shares = [(w1[a:b], w3[a:b], tiles[-1][:, a * TILE : b * TILE]) for a, b in shares(w1.shape[0])]
+            *w13, w2 = tiles
+            w1, w3 = w13 if len(w13) == 2 else mx.split(w13[0], 2)
+            self._shares = [(w1[a:b], w3[a:b], w2[:, a * TILE : b * TILE]) for a, b in shares(w1.shape[0])]
             mx.eval(self._shares)
             self._of = tiles
         return self._shares

@@ -41,6 +41,19 @@ def test_feed_forward(cores, shape):
     assert mx.abs(y - whole(x)).max().item() < 1e-6
 
 
+def test_w1_and_w3_that_are_stored_apart(cores):
+    """As a recipe leaves them that gives one of them other bits."""
+    whole, x = feed_forward(), mx.random.normal((1, 64), key=mx.random.key(1))
+    expected = SpreadFeedForward(whole)(x)
+    w13 = whole.w13.parts[0].weight
+    whole.w13.parts = [cpu.SpreadLinear(w13[:320]), cpu.SpreadLinear(w13[320:])]
+    mx.eval(whole.parameters())
+    before = mx.get_active_memory()
+    spread = SpreadFeedForward(whole)
+    assert mx.array_equal(spread(x), expected).item()
+    assert mx.get_active_memory() - before < w13.nbytes / 4  # views, no copy
+
+
 def test_gates_of_any_size(cores):
     """A power of two overflows where a gate is shut, and the product is 0 as it should be."""
     stream, gate = cpu.streams()[0], mx.array([0.0, 1e-6, 3.0, -3.0, 90.0, -90.0, 1000.0, -1000.0])
