@@ -23,8 +23,11 @@ from mlx.utils import tree_flatten, tree_unflatten
 _MOST = 8
 # Columns of a tile: four registers of 16 numbers.
 TILE = 64
-# Multiplications of a call up to which the small kernels serve; the rows of x for which that is worth several calls.
+# Multiplications of a call up to which the small kernels serve. Rows of x from which calls of fewer than 4 do not pay.
 _SMALL, _FEW = 1_000_000, 64
+# MLX (0.32) finds the matrices of a batch by a number of 32 bits that counts the repeated ones too, and if it overflows
+# reads elsewhere.
+_COUNTED = 1 << 31
 # Bytes of a matrix below which one row of x is multiplied sooner than another thread wakes up to help.
 _ALONE = 2_500_000
 # Bytes of a matrix that a stream unpacks at a time.
@@ -61,35 +64,38 @@ def tiled(weight: mx.array) -> mx.array:
     return mx.contiguous(weight.reshape(-1, TILE, width).swapaxes(1, 2))
 
 
-def times(x: mx.array, tiles: mx.array, stream: mx.Stream) -> mx.array:
-    """`(count, in)` with tiles `(n, in, 64)` -> `(n, count, 64)`, which `joined` puts in order.
+def times(x: mx.array, tiles: mx.array) -> mx.array:
+    """`(count, in)` with tiles `(n, in, 64)` -> `(n, count, 64)`, which `joined` puts in order. Both on the current
+    stream: what another one did with the product would make this one wait."""
+    n, width, _ = tiles.shape
+    count = x.shape[0]
+    if count * width * n >= _COUNTED:
+        return mx.concatenate([times(x[: count // 2], tiles), times(x[count // 2 :], tiles)], axis=1)
+    groups, rows = _cut(count, width)
+    if groups == 1 or groups * TILE * width * n >= _COUNTED:
+        return x @ tiles
+    if groups * rows > count:
+        x = mx.pad(x, [(0, groups * rows - count), (0, 0)])
+    y = x.reshape(groups, rows, width) @ mx.expand_dims(tiles, 1)  # (n, groups, rows, 64)
+    return y.reshape(n, -1, TILE)[:, :count]
 
-    All on this stream, as in `joined`: what another one did with the product would make that one wait.
-    """
-    count, width = x.shape
-    groups = _groups(count, width)
-    if groups == 1:
-        return mx.matmul(x, tiles, stream=stream)
-    x = mx.reshape(x, (groups, count // groups, width), stream=stream)
-    y = mx.matmul(x, mx.expand_dims(tiles, 1, stream=stream), stream=stream)  # (n, groups, count / groups, 64)
-    return mx.reshape(y, (-1, count, TILE), stream=stream)
 
-
-def joined(y: mx.array, stream: mx.Stream) -> mx.array:
+def joined(y: mx.array) -> mx.array:
     """`(n, count, 64)` -> `(count, 64 n)`."""
     n, count, _ = y.shape
-    if count > 1:
-        y = mx.swapaxes(y, 0, 1, stream=stream)
-    return mx.reshape(y, (count, n * TILE), stream=stream)
+    return (y.swapaxes(0, 1) if count > 1 else y).reshape(count, n * TILE)
 
 
 @cache
-def _groups(count: int, width: int) -> int:
-    """Into how many equal groups to cut the rows of x, for the small kernels; 1 if they are many or cannot be cut."""
-    fewest = -(-count * TILE * width // _SMALL)
-    if count > _FEW or fewest > count:
-        return 1
-    return next((n for n in range(fewest, min(2 * fewest, count) + 1) if count % n == 0), 1)
+def _cut(count: int, width: int) -> tuple[int, int]:
+    """Into how many groups of how many rows to cut those of x, for the small kernels; one group if they are many and
+    only few would go together. The last group may be short."""
+    most = max(1, _SMALL // (TILE * width))
+    if count <= most or (count > _FEW and most < 4):
+        return 1, count
+    groups = -(-count // most)
+    groups = next((n for n in range(groups, 2 * groups) if count % n == 0), groups)
+    return groups, -(-count // groups)
 
 
 class SpreadLinear(nn.Module):
@@ -131,10 +137,13 @@ class SpreadLinear(nn.Module):
         *lead, width = x.shape
         x = x.reshape(-1, width)
         if x.shape[0] == 1 and self.tiles.nbytes < _ALONE:
-            y = joined(times(x, self.tiles, streams()[0]), streams()[0])
+            y = joined(times(x, self.tiles))
         else:
-            parts = zip(self._parts(), streams(), strict=False)
-            y = mx.concatenate([joined(times(x, part, stream), stream) for part, stream in parts], axis=-1)
+            products = []
+            for part, stream in zip(self._parts(), streams(), strict=False):
+                with mx.stream(stream):
+                    products.append(joined(times(x, part)))
+            y = mx.concatenate(products, axis=-1)
         if self._rows % TILE:
             y = y[:, : self._rows]
         return y.reshape(*lead, self._rows)

@@ -1,5 +1,6 @@
 """Products shared out to the cores equal whole ones, from any thread."""
 
+import math
 import threading
 
 import mlx.nn as nn
@@ -30,7 +31,7 @@ def test_equals_a_whole_product(cores, rows, shape):
 
 
 @pytest.mark.parametrize("rows", [4800, 4801])  # whole tiles; a last one of a single row
-@pytest.mark.parametrize("count", [1, 2, 25, 48, 62, 65])  # 48 and 62 in two groups, 65 in one
+@pytest.mark.parametrize("count", [1, 2, 25, 48, 509, 512])
 def test_rows_of_x_go_together_in_groups(cores, rows, count):
     weight = mx.random.normal((rows, 640), key=mx.random.key(0)) / 25
     x = mx.random.normal((1, count, 640), key=mx.random.key(1))
@@ -39,10 +40,46 @@ def test_rows_of_x_go_together_in_groups(cores, rows, count):
     assert mx.abs(y - x @ weight.T).max().item() < 1e-5
 
 
-def test_groups_are_as_large_as_the_small_kernels_take():
-    groups = {(count, width): cpu._groups(count, width) for count in (1, 8, 9, 13, 64, 65) for width in (640, 2048)}
-    assert [groups[count, 640] for count in (1, 8, 9, 13, 64, 65)] == [1, 1, 1, 1, 4, 1]  # up to 24 rows each
-    assert [groups[count, 2048] for count in (1, 8, 9, 13, 64, 65)] == [1, 2, 3, 1, 16, 1]  # up to 7; no 13
+@pytest.mark.parametrize(
+    ("width", "counts"),
+    [
+        (640, {1: (1, 1), 24: (1, 24), 25: (2, 13), 64: (4, 16), 509: (22, 24), 512: (32, 16)}),  # at most 24 rows
+        (2048, {7: (1, 7), 8: (2, 4), 9: (3, 3), 13: (2, 7), 64: (16, 4), 512: (128, 4)}),  # at most 7
+        (4096, {3: (1, 3), 4: (2, 2), 64: (32, 2), 65: (1, 65)}),  # at most 3: not for many
+        (20_000, {1: (1, 1), 2: (2, 1), 65: (1, 65)}),  # none
+    ],
+)
+def test_groups_are_as_large_as_the_small_kernels_take(width, counts):
+    assert {count: cpu._cut(count, width) for count in counts} == counts
+
+
+@pytest.mark.parametrize("count", [50, 300])  # too many groups; too many rows
+def test_what_mlx_cannot_count_is_cut(cores, count, monkeypatch):
+    """With what is repeated, neither side of a product may have more numbers than 32 bits count."""
+    weight = mx.random.normal((640, 32), key=mx.random.key(0))
+    x = mx.random.normal((count, 32), key=mx.random.key(1))
+    expected, product, sizes = x @ weight.T, mx.array.__matmul__, []
+
+    def noted(a: mx.array, b: mx.array) -> mx.array:
+        y = product(a, b)
+        sizes.extend(math.prod(y.shape[:-2]) * each.shape[-2] * each.shape[-1] for each in (a, b))
+        return y
+
+    monkeypatch.setattr(cpu, "_cut", lambda count, width: (-(-count // 5), 5))
+    monkeypatch.setattr(cpu, "_COUNTED", 40 * 64 * 32)  # as many as 40 tiles have
+    monkeypatch.setattr(mx.array, "__matmul__", noted)
+    assert mx.abs(cpu.SpreadLinear(weight)(x) - expected).max().item() < 1e-5
+    assert 0 < max(sizes) < 40 * 64 * 32
+
+
+def test_a_product_beyond_what_mlx_counts():
+    """64 groups of a row each, 40 tiles of 960,000 numbers: MLX 0.32 reads elsewhere, and mostly dies."""
+    x, tiles = mx.random.normal((64, 15_000), key=mx.random.key(0)), mx.zeros((40, 15_000, 64))
+    tiles[-1] = mx.random.normal((15_000, 64), key=mx.random.key(1))
+    mx.eval(x, tiles)
+    y = cpu.times(x, tiles)
+    assert mx.abs(y[-1] - x @ tiles[-1]).max().item() < 1e-2
+    assert mx.abs(y[:-1]).max().item() == 0
 
 
 def test_embedding_and_tied_head(cores):

@@ -54,13 +54,13 @@ def test_w1_and_w3_that_are_stored_apart(cores):
     assert mx.get_active_memory() - before < w13.nbytes / 4  # views, no copy
 
 
-def test_gates_of_any_size(cores):
+def test_gates_of_any_size():
     """A power of two overflows where a gate is shut, and the product is 0 as it should be."""
-    stream, gate = cpu.streams()[0], mx.array([0.0, 1e-6, 3.0, -3.0, 90.0, -90.0, 1000.0, -1000.0])
+    gate = mx.array([0.0, 1e-6, 3.0, -3.0, 90.0, -90.0, 1000.0, -1000.0])
     expected = gate * mx.sigmoid(gate)
-    found = _silu(mx.repeat(gate, 1000), stream)[::1000]
+    found = _silu(mx.repeat(gate, 1000))[::1000]
     assert mx.abs(found - expected).max().item() < 1e-6
-    assert mx.array_equal(_silu(gate, stream), expected).item()
+    assert mx.array_equal(_silu(gate), expected).item()
 
 
 def test_a_new_weight_counts(cores):
