@@ -10,7 +10,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
 
-# Llama 3.2 1B's widths (dim 2048, feed-forward 8192, 32 heads, 8 of keys and values), random weights, some layers.
+# Llama 3.2 1B's widths (dim 2048, feed-forward 8192, 32 heads, 8 of keys and values) and tied head, random weights,
+# some layers.
 WIDTHS_1B = {"dim": 2048, "n_heads": 32, "n_kv_heads": 8, "ffn_dim_multiplier": 1.5, "multiple_of": 256}
 
 
@@ -72,7 +73,7 @@ def _write_meta(folder: Path, layers: int) -> None:
     if folder.exists():  # half-written by a run that was stopped
         shutil.rmtree(folder)
     params = WIDTHS_1B | COMMON | {"n_layers": layers}
-    write_checkpoint(folder, params, 1)
+    write_checkpoint(folder, params, 1, tied=True)
     tokenizer = Path(llama_models.__file__).parent / "llama3" / "tokenizer.model"
     shutil.copy(tokenizer, folder / "tokenizer.model")
     assert json.loads((folder / "params.json").read_text()) == params

@@ -60,8 +60,8 @@ def shapes(params: dict, count: int) -> dict[str, tuple[int, ...]]:
     return found | {"norm.weight": (dim,), "output.weight": (vocabulary, dim)}
 
 
-def write_checkpoint(folder: Path, params: dict, count: int) -> int:
-    """A checkpoint of Meta's form; returns its bytes."""
+def write_checkpoint(folder: Path, params: dict, count: int, *, tied: bool = False) -> int:
+    """A checkpoint of Meta's form, if `tied` with the embedding as its head; returns its bytes."""
     folder.mkdir()
     (folder / "params.json").write_text(json.dumps(params))
     write_tokenizer_model(folder / "tokenizer.model", 300)
@@ -73,11 +73,11 @@ def write_checkpoint(folder: Path, params: dict, count: int) -> int:
     for rank in range(count):
         with zipfile.ZipFile(folder / f"consolidated.{rank:02d}.pth", "w") as archive:
             archive.writestr("consolidated/data.pkl", table(entries))
-            for key, shape in enumerate(tensors.values()):
+            for key, (name, shape) in enumerate(tensors.items()):
                 with archive.open(f"consolidated/data/{key}", "w", force_zip64=True) as file:
                     remaining = int(np.prod(shape))
                     # Norms must agree in all ranks; matrices need not differ either, but for head and embedding.
-                    start = key % 7 if len(shape) > 1 else 0
+                    start = 0 if len(shape) == 1 or (tied and name == "output.weight") else key
                     while remaining:
                         part = BLOCK[start : start + remaining]
                         file.write(part)
