@@ -9,12 +9,17 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 from hub_server import Hub, serve
 
 from convert import demo
 from mlx_llama3.hub import cache_dir
 from mlx_llama3.tokenizer import Tokenizer, load_tokenizer
+
+# The same examples in every run: what is rare would fail in somebody else's change.
+hypothesis.settings.register_profile("suite", derandomize=True)
+hypothesis.settings.load_profile("suite")
 
 # A shell that starts the tests in the background has them ignore Ctrl-C, and so all programs that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -4,7 +4,7 @@ import gguf
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from convert.gguf_quants import (
@@ -145,13 +145,15 @@ def test_values_come_back_from_the_gguf_packages_quantizer(type_name):
 
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), exponent=st.integers(-20, 10), constant=st.booleans())
+@example(seed=34, exponent=5, constant=True)
 def test_quantized_anew_within_half_a_scale(seed, exponent, constant):
     values = np.ldexp(np.random.default_rng(seed).standard_normal((4, 128), np.float32), exponent)
     if constant:
         values[:, 32:] = values[0, 0]
     affine = to_affine_anew(values)
     half_scales = np.repeat(affine.scales.astype(np.float32), 32, axis=1) / 2
-    assert np.all(np.abs(mlx_values(affine, 8) - values) <= half_scales * 1.001)
+    rounding = np.abs(values) * 2**-23  # of the sum of a small scale's product and a large bias, in float32
+    assert np.all(np.abs(mlx_values(affine, 8) - values) <= half_scales * 1.001 + rounding)
     # The scale is no larger than float16 asks: 255 steps over the group, and what the rounding of the bias adds.
     spans = np.ptp(values.reshape(4, -1, 32), axis=-1) + 2**-10 * np.abs(values).max(axis=1, keepdims=True) + 2**-24
     assert np.all(affine.scales <= spans / 255 * (1 + 2**-10) + 2**-24)

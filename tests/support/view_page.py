@@ -119,13 +119,23 @@ def held(page: Any, elem_id: str = "live-heat") -> np.ndarray:
 
 
 def click(page: Any, row: int, column: int, rows: int = 30, elem_id: str = "live-heat") -> None:
-    """Click into the middle of a cell of a heat map with tokens below."""
-    canvas = page.locator(f"#{elem_id} canvas")
-    canvas.click(trial=True)  # brings it into view and waits until it stands still: on a busy machine a page is late
-    box = canvas.bounding_box()
-    left = page.evaluate(f"document.querySelector('#{elem_id} .heat-scroll').scrollLeft")
-    tall = (box["height"] - 6 - 72) / rows
-    canvas.click(position={"x": 44 + 12 * (column + 0.5) - left, "y": 6 + (rows - 1 - row + 0.5) * tall})
+    """Click into the middle of a cell of a heat map with tokens below.
+
+    A mouse can reach it, which is tried first. The click itself is made in the page: on a busy machine its layout may
+    still change between a look at it and a mouse's click.
+    """
+    page.locator(f"#{elem_id} canvas").click(trial=True)
+    page.evaluate(
+        """([id, row, column, rows]) => {
+            const find = (what) => document.querySelector(`#${id} ${what}`);
+            const scroller = find(".heat-scroll"), canvas = find("canvas");
+            const bounds = canvas.getBoundingClientRect(), tall = (scroller.clientHeight - 6 - 72) / rows;
+            const clientX = bounds.left + 44 + 12 * (column + 0.5) - scroller.scrollLeft;
+            const clientY = bounds.top + 6 + (rows - 1 - row + 0.5) * tall;
+            canvas.dispatchEvent(new MouseEvent("click", { bubbles: true, clientX, clientY }));
+        }""",
+        [elem_id, row, column, rows],
+    )
 
 
 @contextmanager
