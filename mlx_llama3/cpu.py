@@ -10,6 +10,7 @@ together. So a matrix is kept as tiles of 64 columns: twice as fast for one row 
 few. MLX's own reference BLAS gains from them too.
 """
 
+import math
 import os
 import threading
 from functools import cache
@@ -30,6 +31,8 @@ _SMALL, _FEW = 1_000_000, 64
 _COUNTED = 1 << 31
 # Bytes of a matrix below which one row of x is multiplied sooner than another thread wakes up to help.
 _ALONE = 2_500_000
+# exp(x) is 2 to the power of x times this. MLX's exp takes 12 ns a number on a CPU, its sigmoid 14, a power of two 5.
+OCTAVES = math.log2(math.e)
 # Bytes of a matrix that a stream unpacks at a time.
 _BLOCK = 1 << 22
 

@@ -1,15 +1,15 @@
 """Attention on MLX's CPU backend, shared out to the cores.
 
 There `mx.fast.scaled_dot_product_attention` is composed of operations that one thread does, the scores of all keys are
-in memory, masked or not, and their exponentials (12 ns each) are most of a long prompt's time. Powers of two take 5 ns,
-and are as exact.
+in memory, masked or not, and their exponentials are most of a long prompt's time. Powers of two are sooner done, and as
+exact.
 """
 
 import math
 
 import mlx.core as mx
 
-from mlx_llama3.cpu import shares, streams
+from mlx_llama3.cpu import OCTAVES, shares, streams
 
 # Positions of context from which several threads are sooner done with a decoded token than one.
 _SHARED = 512
@@ -18,7 +18,6 @@ _ROWS, _FEW_ROWS = 64, 16
 # Bytes of scores that a pass may have: they are allocated for a whole layer at a time, whatever its blocks.
 _SCORES = 1 << 27
 _LEAST_CHUNK = 32
-_OCTAVES = math.log2(math.e)
 
 
 def attend(q: mx.array, keys: mx.array, values: mx.array, scale: float, mask: str | mx.array | None) -> mx.array:
@@ -51,7 +50,7 @@ def _of_many(q: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.
     """Causal attention by blocks of queries, which the streams take in turns; each sees the keys before its end."""
     B, n_kv_heads, T, head_dim = keys.shape
     S = q.shape[2]
-    grouped = (q * (scale * _OCTAVES)).reshape(B, n_kv_heads, -1, S, head_dim)
+    grouped = (q * (scale * OCTAVES)).reshape(B, n_kv_heads, -1, S, head_dim)
     parts = []
     for number, start in enumerate(range(0, S, _ROWS)):
         end = min(S, start + _ROWS)
