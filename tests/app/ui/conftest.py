@@ -113,10 +113,17 @@ class Tab:
     def ask(self, text: str) -> None:
         self.page.fill("#composer textarea", text)
         self.page.press("#composer textarea", "Enter")
-        self.page.wait_for_selector("#stop")
+        self.answering()
+
+    def answering(self) -> None:
+        """Wait until an answer has begun. Gradio shows one button before it hides the other: for both to be settled."""
+        self.page.wait_for_function("document.querySelector('#stop') && !document.querySelector('#send')")
 
     def answered(self) -> None:
-        self.page.wait_for_selector("#send", timeout=ANSWER)
+        """Wait until the answer that has begun is over."""
+        self.page.wait_for_function(
+            "document.querySelector('#send') && !document.querySelector('#stop')", timeout=ANSWER
+        )
 
     def say(self, text: str) -> str:
         """Ask, wait for the whole answer, and return it."""
@@ -180,8 +187,9 @@ def view_server(demo_folder, data_folder, address):
 
 @pytest.fixture
 def view_tab(chromium, view_server):
-    """Opens that page as it is now, at a given size; at the end there must have been no fault."""
+    """Opens that page with nothing selected, at a given size; at the end there must have been no fault."""
     contexts, tabs = [], []
+    view_server.session.selected = None  # a cell of the test before would look like one that this test selects
 
     def make(width: int = 900, height: int = 900, **options):
         contexts.append(chromium.new_context(viewport={"width": width, "height": height}, **options))

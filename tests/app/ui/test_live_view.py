@@ -13,7 +13,7 @@ def page(view_tab):
 
 def test_a_click_tells_the_cell_in_numbers(page, view_server):
     click(page, 7, 26)
-    page.wait_for_selector("#live-cell .cell-head:has-text('token 26')")
+    page.wait_for_selector("#live-cell .cell-head:has-text('layer 7')")
     norms = view_server.session.trace.norms[:, 7, 26]
     assert page.inner_text("#live-cell .cell-head") == "·the token 26 (id 260), layer 7"
     assert page.locator("#live-cell .step b").all_inner_texts() == [f"{norm:.4g}" for norm in norms]

@@ -126,14 +126,14 @@ def test_retry_edit_and_undo(tab):
     tab.say("What is the capital of France?")
     tab.say("And of Spain?")
     tab.page.get_by_label("Retry").last.click()
-    tab.page.wait_for_selector("#stop")
+    tab.answering()
     tab.answered()
     assert tab.messages()[-1] == "The capital of Spain is Madrid."
     assert "every answer is the same" in tab.notice()
     tab.page.get_by_label("Edit").first.click()
     tab.page.locator("#chat textarea").fill("What is the capital of Germany?")
     tab.page.get_by_label("Submit").first.click()
-    tab.page.wait_for_selector("#stop")
+    tab.answering()
     tab.answered()
     assert tab.messages() == ["What is the capital of Germany?", "The capital of Germany is Berlin."]
     tab.page.get_by_label("Undo").last.click()
@@ -174,7 +174,7 @@ def test_the_main_path_by_keyboard_alone(tab):
     keys.press("/")
     keys.type("What is the capital of France?")
     keys.press("Enter")
-    tab.page.wait_for_selector("#stop")
+    tab.answering()
     tab.answered()
     assert tab.messages()[-1] == "The capital of France is Paris."
     keys.press("Escape")  # leaves the composer
