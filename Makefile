@@ -39,6 +39,7 @@ lint: .venv/installed-test
 bench: .venv/installed-peers
 	@$(BIN)/python benchmarks/startup.py 1
 	@$(BIN)/python benchmarks/side_by_side.py --plot docs $(ARGS)
+	@$(BIN)/python benchmarks/building.py
 	@$(BIN)/python benchmarks/tracing.py
 	@$(BIN)/python benchmarks/speculative.py
 	@$(BIN)/python benchmarks/batch.py

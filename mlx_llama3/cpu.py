@@ -13,6 +13,7 @@ few. MLX's own reference BLAS gains from them too.
 import math
 import os
 import threading
+from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 
@@ -68,25 +69,27 @@ def tiled(weight: mx.array) -> mx.array:
 
 
 def times(x: mx.array, tiles: mx.array) -> mx.array:
-    """`(count, in)` with tiles `(n, in, 64)` -> `(n, count, 64)`, which `joined` puts in order. Both on the current
+    """`(1, count, in)` with tiles `(n, in, 64)` -> `(n, count, 64)`, which `joined` puts in order. Both on the current
     stream: what another one did with the product would make this one wait."""
+    count = x.shape[1]
+    if count == 1:
+        return x @ tiles
     n, width, _ = tiles.shape
-    count = x.shape[0]
     if count * width * n >= _COUNTED:
-        return mx.concatenate([times(x[: count // 2], tiles), times(x[count // 2 :], tiles)], axis=1)
+        return mx.concatenate([times(x[:, : count // 2], tiles), times(x[:, count // 2 :], tiles)], axis=1)
     groups, rows = _cut(count, width)
     if groups == 1 or groups * TILE * width * n >= _COUNTED:
         return x @ tiles
     if groups * rows > count:
-        x = mx.pad(x, [(0, groups * rows - count), (0, 0)])
+        x = mx.pad(x, [(0, 0), (0, groups * rows - count), (0, 0)])
     y = x.reshape(groups, rows, width) @ mx.expand_dims(tiles, 1)  # (n, groups, rows, 64)
     return y.reshape(n, -1, TILE)[:, :count]
 
 
 def joined(y: mx.array) -> mx.array:
-    """`(n, count, 64)` -> `(count, 64 n)`."""
-    n, count, _ = y.shape
-    return (y.swapaxes(0, 1) if count > 1 else y).reshape(count, n * TILE)
+    """`(n, count, 64)` -> `(1, count, 64 n)`."""
+    count = y.shape[1]
+    return (y.swapaxes(0, 1) if count > 1 else y).reshape(1, count, -1)
 
 
 @cache
@@ -99,6 +102,20 @@ def _cut(count: int, width: int) -> tuple[int, int]:
     groups = -(-count // most)
     groups = next((n for n in range(groups, 2 * groups) if count % n == 0), groups)
     return groups, -(-count // groups)
+
+
+@dataclass(frozen=True)
+class Shares:
+    """A matrix's tiles shared out, each stream's a view; `alone`: one row is multiplied sooner without sharing."""
+
+    parts: tuple[mx.array, ...]
+    alone: bool
+
+    @classmethod
+    def of(cls, tiles: mx.array) -> "Shares":
+        parts = tuple(tiles[a:b] for a, b in shares(tiles.shape[0]))
+        mx.eval(parts)  # what is not evaluated could be used in this thread only
+        return cls(parts, tiles.nbytes < _ALONE)
 
 
 class SpreadLinear(nn.Module):
@@ -124,7 +141,7 @@ class SpreadLinear(nn.Module):
 
     def _take(self, tiles: mx.array, rows: int) -> None:
         self.tiles, self._rows = tiles, rows
-        self._shares: list[mx.array] | None = None
+        self._shares: Shares | None = None
 
     @property
     def weight(self) -> mx.array:
@@ -137,26 +154,21 @@ class SpreadLinear(nn.Module):
 
     def __call__(self, x: mx.array) -> mx.array:
         """`(..., in)` -> `(..., out)`."""
-        *lead, width = x.shape
-        x = x.reshape(-1, width)
-        if x.shape[0] == 1 and self.tiles.nbytes < _ALONE:
-            y = joined(times(x, self.tiles))
+        shape = x.shape
+        x = x.reshape(1, -1, shape[-1])
+        if self._shares is None:
+            self._shares = Shares.of(self.tiles)
+        if self._shares.alone and x.shape[1] == 1:
+            y = joined(times(x, self["tiles"]))
         else:
             products = []
-            for part, stream in zip(self._parts(), streams(), strict=False):
+            for part, stream in zip(self._shares.parts, streams(), strict=False):
                 with mx.stream(stream):
                     products.append(joined(times(x, part)))
             y = mx.concatenate(products, axis=-1)
         if self._rows % TILE:
-            y = y[:, : self._rows]
-        return y.reshape(*lead, self._rows)
-
-    def _parts(self) -> list[mx.array]:
-        """Each stream's tiles: views."""
-        if self._shares is None:
-            self._shares = [self.tiles[a:b] for a, b in shares(self.tiles.shape[0])]
-            mx.eval(self._shares)  # what is not evaluated could be used in this thread only
-        return self._shares
+            y = y[..., : self._rows]
+        return y.reshape(*shape[:-1], self._rows)
 
 
 class SpreadEmbedding(SpreadLinear):

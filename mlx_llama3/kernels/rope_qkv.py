@@ -52,13 +52,12 @@ def reference(
 ) -> tuple[mx.array, mx.array]:
     """`(B, S, (n_heads + 2 n_kv_heads) * head_dim)`, rows of wq, wk, wv -> rotated q `(B, n_heads, S, head_dim)`, and
     rotated keys and values together, `(2, B, n_kv_heads, S, head_dim)`."""
-    B, S, width = qkv.shape
-    rotated = n_heads + n_kv_heads
-    heads = qkv.reshape(B, S, rotated + n_kv_heads, -1).transpose(0, 2, 1, 3)  # (B, heads, S, head_dim)
+    B, S, _ = qkv.shape
+    heads = qkv.reshape(B, S, n_heads + 2 * n_kv_heads, -1).swapaxes(1, 2)  # (B, heads, S, head_dim)
     # Queries and keys turn by the same angles: one rotation for both.
-    qk = rotate(heads[:, :rotated], start_pos, freqs)
-    kv = mx.concatenate([qk[:, n_heads:], heads[:, rotated:]], axis=1)  # (B, 2 n_kv_heads, S, head_dim)
-    return qk[:, :n_heads], kv.reshape(B, 2, n_kv_heads, S, -1).swapaxes(0, 1)
+    qk, v = mx.split(heads, [n_heads + n_kv_heads], axis=1)
+    q, k = mx.split(rotate(qk, start_pos, freqs), [n_heads], axis=1)
+    return q, mx.stack([k, v])
 
 
 def takes(qkv: mx.array, n_heads: int, n_kv_heads: int, start_pos: Position, freqs: Freqs) -> bool:
