@@ -135,9 +135,9 @@ _BLOCK, _ATTENTION, _MLP, _MODEL = "TransformerBlock", "Attention", "FeedForward
 _CALL, _PROJECT, _REFERENCE = "__call__", "project", "reference"
 
 
-def _rotation(*names: str) -> list[Line]:
-    """Where the packed projection becomes queries, keys and values."""
-    return [line for name in names for line in source(ROPE_QKV).assigned("", _REFERENCE, name)]
+def _rotation(name: str) -> list[Line]:
+    """Where the packed projection becomes queries, keys or values."""
+    return source(ROPE_QKV).assigned("", _REFERENCE, name)
 
 
 CARDS = (
@@ -172,7 +172,7 @@ CARDS = (
         "q",
         "attention",
         "queries, rotated to their position",
-        lambda s: s.assigned(_ATTENTION, _CALL, "q") + s.returned(_ATTENTION, _PROJECT) + _rotation("qk"),
+        lambda s: s.assigned(_ATTENTION, _CALL, "q") + s.returned(_ATTENTION, _PROJECT) + _rotation("q"),
         _queries,
         "wq",
     ),
@@ -181,7 +181,7 @@ CARDS = (
         "k",
         "attention",
         "keys, rotated; the cache keeps them",
-        lambda s: s.assigned(_ATTENTION, _CALL, "kv") + _rotation("qk", "kv"),
+        lambda s: s.assigned(_ATTENTION, _CALL, "kv") + _rotation("k"),
         _keys,
         "wk",
     ),
@@ -190,7 +190,7 @@ CARDS = (
         "v",
         "attention",
         "values; the cache keeps them",
-        lambda s: s.assigned(_ATTENTION, _CALL, "kv") + _rotation("heads", "kv"),
+        lambda s: s.assigned(_ATTENTION, _CALL, "kv") + _rotation("v"),
         _keys,
         "wv",
     ),
