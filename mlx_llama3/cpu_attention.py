@@ -11,8 +11,9 @@ import mlx.core as mx
 
 from mlx_llama3.cpu import OCTAVES, shares, streams
 
-# Positions of context from which several threads are sooner done with a decoded token than one.
-_SHARED = 512
+# Positions of context from which several threads are sooner done with a decoded token than one, and scores from which
+# powers of two are sooner done than `mx.softmax`, which is one operation instead of five.
+_SHARED, _MANY_SCORES = 512, 1 << 14
 # Queries of a prompt that go together: what they do not see is not computed. And the least that are worth sharing out.
 _ROWS, _FEW_ROWS = 64, 16
 # Bytes of scores that a pass may have: they are allocated for a whole layer at a time, whatever its blocks.
@@ -68,25 +69,31 @@ def _block(q: mx.array, keys: mx.array, values: mx.array) -> mx.array:
     rows = q.reshape(B, heads, group * S, head_dim)  # the heads that share keys are rows of one product
     scores = (rows @ keys.swapaxes(-1, -2)).reshape(B, heads, group, S, T)
     scores = scores + mx.triu(mx.full((S, T), -math.inf), k=T - S + 1)
-    weights = mx.power(2.0, scores - mx.max(scores, axis=-1, keepdims=True))
-    sums = mx.sum(weights, axis=-1, keepdims=True)
-    return (weights.reshape(B, heads, group * S, T) @ values).reshape(q.shape) / sums
+    return _mean(scores.reshape(B, heads, group * S, T), values).reshape(q.shape)
 
 
 def _of_one(q: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
     """Attention of one position to all keys, its heads shared out to the streams."""
     B, n_kv_heads, T, head_dim = keys.shape
-    grouped = (q * scale).reshape(B, n_kv_heads, -1, head_dim)  # the heads that share keys are rows of one product
+    octaves = q.shape[1] * T >= _MANY_SCORES
+    scaled = q * (scale * OCTAVES if octaves else scale)
+    grouped = scaled.reshape(B, n_kv_heads, -1, head_dim)  # the heads that share keys are rows of one product
     if T < _SHARED:
-        return _heads(grouped, keys, values, streams()[0]).reshape(q.shape)
-    parts = [
-        _heads(grouped[:, a:b], keys[:, a:b], values[:, a:b], stream)
-        for (a, b), stream in zip(shares(n_kv_heads), streams(), strict=False)
-    ]
+        return _heads(grouped, keys, values, octaves).reshape(q.shape)
+    parts = []
+    for (a, b), stream in zip(shares(n_kv_heads), streams(), strict=False):
+        with mx.stream(stream):
+            parts.append(_heads(grouped[:, a:b], keys[:, a:b], values[:, a:b], octaves))
     return mx.concatenate(parts, axis=1).reshape(q.shape)
 
 
-def _heads(q: mx.array, keys: mx.array, values: mx.array, stream: mx.Stream) -> mx.array:
-    """`(B, heads, group, head_dim)`, all on one stream."""
-    scores = mx.matmul(q, mx.swapaxes(keys, -1, -2, stream=stream), stream=stream)  # (B, heads, group, T)
-    return mx.matmul(mx.softmax(scores, axis=-1, stream=stream), values, stream=stream)
+def _heads(q: mx.array, keys: mx.array, values: mx.array, octaves: bool) -> mx.array:
+    """`(B, heads, group, head_dim)` of q, scaled so that its scores are octaves, or not; all on the current stream."""
+    scores = q @ keys.swapaxes(-1, -2)  # (B, heads, group, T)
+    return _mean(scores, values) if octaves else mx.softmax(scores, axis=-1) @ values
+
+
+def _mean(octaves: mx.array, values: mx.array) -> mx.array:
+    """Of `(..., T, head_dim)`, weighed by two to the power of `(..., rows, T)`: `(..., rows, head_dim)`."""
+    weights = mx.power(2.0, octaves - mx.max(octaves, axis=-1, keepdims=True))
+    return weights @ values / mx.sum(weights, axis=-1, keepdims=True)

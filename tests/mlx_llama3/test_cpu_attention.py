@@ -37,13 +37,21 @@ def in_float64(q: mx.array, keys: mx.array, values: mx.array, scale: float, *, c
     return weights / weights.sum(-1, keepdims=True) @ values
 
 
-@pytest.mark.parametrize("length", [1, 64, 511, 512, 1000])
+@pytest.mark.parametrize("length", [1, 64, 511, 512, 1000, 4100])
 @pytest.mark.parametrize(("batch", "n_heads", "n_kv_heads"), [(1, 9, 3), (1, 8, 1), (2, 4, 4), (3, 16, 8)])
 def test_one_position(cores, batch, n_heads, n_kv_heads, length):
     given = inputs(batch, n_heads, n_kv_heads, 1, length)
     out = attend(*given, 0.3, None)
     assert out.shape == (batch, n_heads, 1, 32)
     np.testing.assert_allclose(np.array(out), in_float64(*given, 0.3), atol=2e-6)
+
+
+def test_scores_beyond_what_a_power_can_hold():
+    q, keys, values = inputs(1, 4, 2, 1, 4100)
+    keys[:, :, 7] = q[:, ::2, 0] * 100  # each of the first heads sees this position alone
+    out = attend(q, keys, values, 10.0, None)
+    np.testing.assert_allclose(np.array(out)[:, ::2, 0], np.array(values[:, :, 7]), atol=1e-6)
+    assert np.isfinite(np.array(out)).all()
 
 
 @pytest.mark.parametrize("mask", ["causal", "array"])
