@@ -125,7 +125,11 @@ class Conversations:
     def refresh(self, session_id: str, memory: str) -> list[Any]:
         """Show the tab's conversation after another model was loaded."""
         session = self.services.session(session_id)
-        return self.shown(session) if session is not None else self.arrive(memory)
+        if session is None:
+            return self.arrive(memory)
+        if session.asked is not None:  # asked while the model was loaded: the answer shows what there is
+            return [*([gr.skip()] * (len(self.outputs) - 1)), self.services.next_change()]
+        return self.shown(session)
 
     def choose(self, session_id: str, saved_id: str) -> list[Any]:
         """Go on with a saved conversation."""

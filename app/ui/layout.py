@@ -7,7 +7,7 @@ import gradio as gr
 
 from app.drafts import Drafting
 from app.ui import chat_panel, conversations_panel, convert_panel, models_panel, settings_panel, views
-from app.ui.chat_panel import MODEL_QUEUE, QUICK, TELLING
+from app.ui.chat_panel import MODEL_QUEUE, QUICK
 from app.ui.services import Services
 from app.ui.session import Sessions
 from mlx_llama3.cache_settings import DEFAULT, CacheSettings
@@ -57,14 +57,7 @@ def build(
         for answered in chat_panel.connect(chat, services, settings, live.heat):
             answered.then(shown.listed, [services.session_id], [conversations.chooser], **QUICK)
         convert_panel.connect(convert, converter, models)
-        loader = models_panel.Loader(services, model, draft)
-        models_panel.connect(models, loader, MODEL_QUEUE).then(
-            shown.refresh, [services.session_id, conversations.memory], shown.outputs, **TELLING
-        )
-        # The first tab loads the model; the conversation is shown once it is there.
-        page.load(loader.first, None, [models.chooser, models.status], show_progress="hidden").then(
-            shown.arrive, [conversations.memory], shown.outputs, js=conversations_panel.RECALL, **TELLING
-        )
+        models_panel.connect(models, models_panel.Loader(services, model, draft), shown, page, MODEL_QUEUE)
     return page
 
 

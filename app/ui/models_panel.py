@@ -1,8 +1,9 @@
 """The model chooser of the top bar: what there is, how much memory it needs, loading with progress."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import mlx.core as mx
 from app.drafts import Drafting
 from app.models import OpenModel, find_model, load_found
 from app.ui import catalogue
+from app.ui.conversations_panel import RECALL, Conversations
 from app.ui.failures import explained
 from app.ui.progress import Watch, follow
 from app.ui.services import Services
@@ -49,10 +51,16 @@ def build(first: str) -> ModelsPanel:
     return ModelsPanel(chooser, load, gr.HTML(elem_id="model-status"))
 
 
+# For the chooser and the status line: what is yielded while a model is loaded, and what is returned at the end.
+Update = tuple[Any, str]
+Loading = Generator[Update, None, Update]
+
+
 class Loader:
     """Fetches and loads models, one at a time, for all tabs: they share the one that is loaded.
 
-    What it yields is for the chooser and the status line.
+    What it yields is for the chooser and the status line. How it ended is returned and not yielded: the page tells it
+    together with the conversation, or somebody would ask before that is there.
     """
 
     def __init__(self, services: Services, first: str, draft: Drafting | None = None) -> None:
@@ -62,35 +70,34 @@ class Loader:
         self._fetcher = Engine()  # a download goes on beside the chat, and does not hold up the end of the process
         self._turn = threading.Lock()
 
-    def first(self) -> Iterator[tuple[Any, str]]:
+    def first(self) -> Loading:
         """Load the model with which the app was started, unless one is loaded."""
         while not self._turn.acquire(timeout=0.25):
             yield gr.skip(), bar("Another tab is loading a model …", None)
         try:
             if self._services.sessions.opened is None:
-                yield from self._all(self.name)
-            else:
-                yield gr.update(choices=catalogue.choices(), value=self.name), self._loaded()
+                return (yield from self._all(self.name))
+            return gr.update(choices=catalogue.choices(), value=self.name), self._loaded()
         finally:
             self._turn.release()
 
-    def load(self, name: str) -> Iterator[tuple[Any, str]]:
+    def load(self, name: str) -> Loading:
         """Load another model into every tab."""
         while not self._turn.acquire(timeout=0.25):
             yield gr.skip(), bar("Another tab is loading a model …", None)
         try:
-            yield from self._all((name or "").strip())
+            return (yield from self._all((name or "").strip()))
         finally:
             self._turn.release()
 
-    def _all(self, name: str) -> Iterator[tuple[Any, str]]:
+    def _all(self, name: str) -> Loading:
         try:
             title, folder = yield from self._fetch(name)
             yield from self._read(title, folder)
             self.name = name
-            yield gr.skip(), self._loaded()
+            return gr.skip(), self._loaded()
         except Exception as error:  # whatever it was, the app goes on; `explained` tells and logs it
-            yield gr.skip(), notice(explained(error), "error")
+            return gr.skip(), notice(explained(error), "error")
 
     def describe(self, name: str | None) -> str:
         """What is known of a model that is chosen and perhaps not loaded."""
@@ -102,7 +109,7 @@ class Loader:
         kind = "warning" if self._undrafted else "info"  # a warning is not cut off, however long it is
         return notice(f"loaded · {size(mx.get_active_memory())} of memory{self._undrafted}", kind)
 
-    def _fetch(self, name: str) -> Iterator[tuple[Any, str]]:
+    def _fetch(self, name: str) -> Iterator[Update]:
         """Find the model, downloading it if need be; returns its title and folder."""
         watch = Watch()
         finding = self._fetcher.submit(find_model, name, watch)
@@ -111,7 +118,7 @@ class Loader:
             yield gr.skip(), bar(f"Fetching {name}{part}", watch.share)
         return finding.result()
 
-    def _read(self, title: str, folder: Path) -> Iterator[tuple[Any, str]]:
+    def _read(self, title: str, folder: Path) -> Iterator[Update]:
         """Load the model from its folder, and give it to all sessions."""
         engine, sessions = self._services.engine, self._services.sessions
         wanted, _ = engine.run(catalogue.needs, folder)
@@ -125,7 +132,7 @@ class Loader:
         draft = yield from self._read_draft(loading.result())
         engine.run(sessions.open_model, loading.result(), draft)
 
-    def _read_draft(self, opened: OpenModel) -> Iterator[tuple[Any, str]]:
+    def _read_draft(self, opened: OpenModel) -> Iterator[Update]:
         """What drafts for a model; returns None, and notes why, where it cannot: the model is of use without."""
         self._undrafted = ""
         if self._draft is None:
@@ -140,8 +147,29 @@ class Loader:
             return None
 
 
-def connect(panel: ModelsPanel, loader: Loader, queue: dict[str, Any]) -> Any:
-    """Wire choosing and loading; returns the event of a load that ended, to show the conversation again."""
+def connect(panel: ModelsPanel, loader: Loader, shown: Conversations, page: gr.Blocks, queue: dict[str, Any]) -> None:
+    """Wire choosing and loading; the first tab of the page loads the first model. The conversation is shown with it."""
     panel.chooser.input(loader.describe, [panel.chooser], [panel.status], queue=False, show_progress="hidden")
-    outputs = [panel.chooser, panel.status]
-    return panel.load.click(loader.load, [panel.chooser], outputs, show_progress="hidden", **queue)
+
+    def load(name: str, session_id: str, memory: str) -> Iterator[list[Any]]:
+        yield from _ending_with(loader.load(name), shown, partial(shown.refresh, session_id, memory))
+
+    def arrive(memory: str) -> Iterator[list[Any]]:
+        yield from _ending_with(loader.first(), shown, partial(shown.arrive, memory))
+
+    outputs = [panel.chooser, panel.status, *shown.outputs]
+    tab, memory = shown.services.session_id, shown.panel.memory
+    panel.load.click(load, [panel.chooser, tab, memory], outputs, show_progress="hidden", **queue)
+    page.load(arrive, [memory], outputs, js=RECALL, show_progress="hidden")
+
+
+def _ending_with(loading: Loading, shown: Conversations, show: Callable[[], list[Any]]) -> Iterator[list[Any]]:
+    """The updates of a loading, the last one together with what `show` gives."""
+    nothing = [gr.skip()] * len(shown.outputs)
+    while True:
+        try:
+            update = next(loading)
+        except StopIteration as end:
+            yield [*end.value, *show()]
+            return
+        yield [*update, *nothing]

@@ -5,6 +5,7 @@ import re
 import time
 
 from app.ui import convert_panel
+from app.ui.conversations_panel import Conversations
 from convert.convert import convert
 
 # Set in the page: when Escape was pressed, and when Send was there again.
@@ -267,3 +268,18 @@ def test_a_checkpoint_is_converted_or_cancelled_and_loaded(tab, demo_gguf, data_
     page.click("#load")
     page.wait_for_function("document.querySelector('#model-status').innerText.includes('loaded')")
     assert tab.say("What is the capital of France?") == "The capital of France is Paris."
+
+
+def test_a_model_is_told_to_be_loaded_when_the_page_is_ready_for_it(tab, monkeypatch):
+    """What came to the page after that would show Send beside an answer that is being made."""
+    shown = Conversations.shown
+    monkeypatch.setattr(Conversations, "shown", lambda *given: (time.sleep(1), shown(*given))[1])
+    tab.page.click("#load")
+    tab.page.wait_for_selector("#model-status .progress")
+    tab.page.wait_for_function("document.querySelector('#model-status').innerText.includes('loaded')")
+    tab.ask("Write a long story about a fox.")
+    tab.page.wait_for_timeout(1500)
+    assert tab.page.is_visible("#stop") and not tab.page.is_visible("#send")
+    tab.page.click("#stop")
+    tab.answered()
+    assert tab.messages()[0] == "Write a long story about a fox."
