@@ -46,6 +46,8 @@ class QuantizedKVCache(KVCache):
     A draft does not reach to where the next block is packed (`steady`): so decoding with drafts packs at the same
     positions as without.
 
+    What belongs together is set together, at the end: Ctrl-C in the middle of a pass leaves what was there before it.
+
     layout: of the records. fused: whether the kernel of `sdpa_quantized` serves where it can.
     """
 
@@ -94,8 +96,9 @@ class QuantizedKVCache(KVCache):
 
     def trim(self, count: int) -> None:
         """Forget the last `count` positions. Raises ValueError if there are fewer."""
+        packed = min(self._packed, max(0, self.offset - count - self.FIRST))
         super().trim(count)
-        self._packed = min(self._packed, max(0, self.offset - self.FIRST))
+        self._packed = packed
 
     def tensors(self) -> dict[str, mx.array]:
         """As `KVCache.tensors`: `dense`, and `records` if there are any."""
@@ -153,40 +156,36 @@ class QuantizedKVCache(KVCache):
         first, end = self.FIRST + self.BLOCK, self._n_dense
         if end < self._full:
             return
-        self._write_records(self._dense[:, :, :, self.FIRST : first])
-        self._dense[:, :, :, self.FIRST : self.FIRST + end - first] = self._dense[:, :, :, first:end]
+        records, packed = self._recorded(self._dense[:, :, :, self.FIRST : first])
+        dense = self._dense[...]
+        dense[:, :, :, self.FIRST : self.FIRST + end - first] = self._dense[:, :, :, first:end]
+        self._dense, self._records, self._packed = dense, records, packed
 
     def _extend(self, kv: mx.array) -> None:
         """Many positions: what is dense already and they, packed but for the first ones and the newest."""
+        end = self.offset + kv.shape[3]
         if self._dense is not None:
-            kv, new = mx.concatenate([self._dense[:, :, :, : self._n_dense], kv], axis=3), kv.shape[3]
-        else:
-            new = kv.shape[3]
-        self.offset += new
+            kv = mx.concatenate([self._dense[:, :, :, : self._n_dense], kv], axis=3)
         count = max(0, kv.shape[3] - self.FIRST - self.NEWEST) // self.BLOCK * self.BLOCK
         first, block, newest = mx.split(kv, [self.FIRST, self.FIRST + count], axis=3)
         dense = _padded(mx.concatenate([first, newest], axis=3), 3, self.ROOM)
         if self._dense is None:
             self._start(dense)
-        self._dense = dense
-        if count:
-            self._write_records(block)
+        records, packed = self._recorded(block) if count else (self._records, self._packed)
+        self._dense, self._records, self._packed, self.offset = dense, records, packed, end
 
     def _start(self, dense: mx.array) -> None:
-        self._dense = dense
-        self._records = mx.zeros((*dense.shape[1:3], self.STEP, self._layout.words), mx.uint32)
+        records = mx.zeros((*dense.shape[1:3], self.STEP, self._layout.words), mx.uint32)
+        self._dense, self._records = dense, records
 
-    def _write_records(self, kv: mx.array) -> None:
-        """Pack `(2, B, n_kv_heads, N, head_dim)` behind the records that there are."""
+    def _recorded(self, kv: mx.array) -> tuple[mx.array, int]:
+        """The records with `(2, B, n_kv_heads, N, head_dim)` packed behind them, and how many positions they are."""
         start, end = self._packed, self._packed + kv.shape[3]
-        self._reserve_records(end)
-        self._records[:, :, start:end] = pack(kv, self._layout)
-        self._packed = end
-
-    def _reserve_records(self, end: int) -> None:
-        if end > self._records.shape[2]:
-            grown = -(-end // self.STEP) * self.STEP
-            self._records = _padded(self._records[:, :, : self._packed], 2, grown)
+        records = self._records[...]  # an array of its own over the same buffer
+        if end > records.shape[2]:
+            records = _padded(records[:, :, :start], 2, -(-end // self.STEP) * self.STEP)
+        records[:, :, start:end] = pack(kv, self._layout)
+        return records, end
 
 
 def _padded(x: mx.array, axis: int, length: int) -> mx.array:

@@ -125,6 +125,7 @@ class RotatingKVCache(KVCache):
     def _write(self, kv: mx.array) -> None:
         start, end = self.offset, self.offset + kv.shape[3]
         self._reserve(kv, min(end, self.window.slots))
+        self._low = max(self._low, end - self.window.ring)  # first: Ctrl-C may leave them written over
         if end <= self.window.slots:
             self._kv[:, :, :, start:end] = kv
         else:
@@ -133,4 +134,3 @@ class RotatingKVCache(KVCache):
             chosen = mx.concatenate([mx.arange(kept), mx.arange(last, kv.shape[3])])
             self._kv[:, :, :, self.window.slot(start + chosen)] = kv[:, :, :, chosen]
         self.offset = end
-        self._low = max(self._low, end - self.window.ring)

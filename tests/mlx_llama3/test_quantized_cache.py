@@ -4,8 +4,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from interruptions import interrupted_at_each_line
 from tiny_models import tiny_args, tiny_model
 
+from mlx_llama3 import quantized_cache
 from mlx_llama3.cache import KVCache
 from mlx_llama3.cache_settings import CacheSettings, make_layers
 from mlx_llama3.conversation import Conversation
@@ -158,6 +160,25 @@ def test_trims_into_every_part_and_goes_on(left):
     for count in (-1, cache.offset + 1):
         with pytest.raises(ValueError, match="trim"):
             cache.trim(count)
+
+
+@pytest.mark.parametrize(("before", "new"), [(0, 300), (200, 150), (FIRST + NEWEST + BLOCK - 1, 1), (420, 600)])
+def test_ctrl_c_in_a_pass_leaves_what_was_there(before, new):
+    """Forgotten what the pass had added, the cache holds what it held, and goes on from there."""
+    kv, more = random_kv(before + new), random_kv(3, seed=5)
+
+    def make() -> QuantizedKVCache:
+        return filled(kv, [before], bits=8)[0] if before else QuantizedKVCache(RecordLayout(64, 8))
+
+    def run(cache: QuantizedKVCache) -> None:
+        cache.attend(random_q(new), kv[:, :, :, before:], 0.125, "causal" if new > 1 else None)
+
+    for cache in interrupted_at_each_line(quantized_cache.__file__, make, run):
+        cache.trim(cache.offset - before)
+        cache.attend(random_q(3), more, 0.125, "causal")
+        for found, given, added in zip(arrays(cache), np.array(kv), np.array(more), strict=True):
+            np.testing.assert_allclose(found[:, :, :before], given[:, :, :before], atol=0.03)
+            np.testing.assert_array_equal(found[:, :, before:], added)
 
 
 @pytest.mark.parametrize("count", [400, 350, 200, 20])

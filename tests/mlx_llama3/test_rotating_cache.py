@@ -4,9 +4,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from interruptions import interrupted_at_each_line
 from tiny_models import tiny_args, tiny_model
 from watched_model import WatchedModel
 
+from mlx_llama3 import rotating_cache
 from mlx_llama3.cache_settings import CacheSettings
 from mlx_llama3.conversation import Conversation
 from mlx_llama3.errors import UserError
@@ -103,6 +105,24 @@ def test_trim_is_exact_or_refused(fed):
     assert set(range(min(fed, keep) + 1)) <= set(allowed)
     assert set(range(max(0, fed - Window.SLACK), fed + 1)) <= set(allowed)
     assert len(allowed) == fed + 1 or fed > max_size + Window.SLACK
+
+
+@pytest.mark.parametrize("new", [1, 4, 30])
+@pytest.mark.parametrize("fed", [3, 14, 40])
+def test_ctrl_c_in_a_pass_loses_no_more_than_is_known(fed, new):
+    """As far back as the cache then says that it reaches, it goes on right."""
+    q, kv = sequence(fed + new)
+
+    def make() -> RotatingKVCache:
+        cache = RotatingKVCache(Window(12, 4))
+        feed(cache, q, kv, [fed])
+        return cache
+
+    for cache in interrupted_at_each_line(rotating_cache.__file__, make, lambda cache: feed(cache, q, kv, [new])):
+        reached = cache.reach(fed)
+        cache.trim(cache.offset - reached)
+        out = feed(cache, q, kv, [2, *[1] * (fed + new - reached - 2)] if fed + new - reached > 1 else [1])
+        np.testing.assert_allclose(out, attention(q, kv, 12, 4)[:, :, reached:], atol=TOLERANCE)
 
 
 def test_a_prefix_goes_its_own_way():
