@@ -106,16 +106,18 @@ def _cut(count: int, width: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Shares:
-    """A matrix's tiles shared out, each stream's a view; `alone`: one row is multiplied sooner without sharing."""
+    """A matrix's tiles shared out, each stream's a view `of` them; `alone`: one row is multiplied sooner without
+    sharing."""
 
+    of: mx.array
     parts: tuple[mx.array, ...]
     alone: bool
 
     @classmethod
-    def of(cls, tiles: mx.array) -> "Shares":
+    def shared_out(cls, tiles: mx.array) -> "Shares":
         parts = tuple(tiles[a:b] for a, b in shares(tiles.shape[0]))
         mx.eval(parts)  # what is not evaluated could be used in this thread only
-        return cls(parts, tiles.nbytes < _ALONE)
+        return cls(tiles, parts, tiles.nbytes < _ALONE)
 
 
 class SpreadLinear(nn.Module):
@@ -156,8 +158,8 @@ class SpreadLinear(nn.Module):
         """`(..., in)` -> `(..., out)`."""
         shape = x.shape
         x = x.reshape(1, -1, shape[-1])
-        if self._shares is None:
-            self._shares = Shares.of(self.tiles)
+        if self._shares is None or self._shares.of is not self["tiles"]:  # as `nn.Module.update` replaces them
+            self._shares = Shares.shared_out(self["tiles"])
         if self._shares.alone and x.shape[1] == 1:
             y = joined(times(x, self["tiles"]))
         else:

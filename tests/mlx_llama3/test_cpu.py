@@ -98,6 +98,8 @@ def test_a_new_weight_counts(cores):
     layer.weight = mx.zeros((8, 64))
     assert layer(x).tolist() == [[0.0] * 8]
     assert layer.weight.tolist() == mx.zeros((8, 64)).tolist()
+    layer.update(cpu.SpreadLinear(mx.full((8, 64), 2.0)).parameters())
+    assert layer(mx.ones((2, 64))).tolist() == [[128.0] * 8] * 2
 
 
 @pytest.mark.parametrize("rows", [1, 63, 64, 130])
