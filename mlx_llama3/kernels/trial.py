@@ -91,7 +91,10 @@ def try_kernel(cases: Sequence[Case], device: Device, timing: Timing) -> Decisio
             return Decision("failed", f"{case.label}: {first_line(error)}")
     best, reason = 1.0, ""
     for case in cases:
-        ratio, spread = compare(case, device, timing)
+        try:
+            ratio, spread = compare(case, device, timing)
+        except FAULTS as error:
+            return Decision("failed", f"{case.label}: {first_line(error)}")
         told = f"{case.label}: {ratio:.2f} of the reference's time (±{spread:.2f})"
         if ratio - spread > 1.01:
             return Decision("slower", told, ratio)

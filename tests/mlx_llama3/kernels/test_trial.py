@@ -3,6 +3,7 @@
 import pytest
 from stand_in_device import StandIn
 
+from mlx_llama3.kernels.decisions import Decision
 from mlx_llama3.kernels.trial import Case, Timing, compare, first_line, try_kernel
 
 import mlx.core as mx  # isort: skip
@@ -75,6 +76,17 @@ def test_wrong_or_broken_fails_and_is_not_timed(fused, complaint) -> None:
     assert decision.reason.startswith("one token: ") and complaint in decision.reason
     assert "\n" not in decision.reason
     assert device.runs <= 1
+
+
+def test_what_breaks_only_when_it_is_timed_fails() -> None:
+    calls = []
+
+    def later(x: mx.array) -> mx.array:
+        calls.append(x)
+        return broken(RuntimeError("[metal::malloc] Resource limit exceeded."))(x) if len(calls) > 3 else 2 * x
+
+    decision = try_one(StandIn(), fused=later)
+    assert decision == Decision("failed", "one token: RuntimeError: [metal::malloc] Resource limit exceeded.")
 
 
 def test_another_number_of_outputs_fails() -> None:
