@@ -124,11 +124,14 @@ def choose(
         if not uses:
             return Decision("absent", "it does not take the shapes or types of this model")
         key = "|".join([machine, *(case.key for case in uses)])
-        if key in kept:
+        if key in kept and kept[key] != _unfinished(file):
             return kept[key]
-        with _surviving(file, key):
-            decision = try_kernel(uses, device or Device(), timing or Timing())
-            file.add({key: decision})
+        with file.trying():
+            if (found := file.read().get(key)) is not None:  # by another process meanwhile
+                return found
+            with _surviving(file, key):
+                decision = try_kernel(uses, device or Device(), timing or Timing())
+                file.add({key: decision})
         _tell(f"kernel {kernel}" if kernel in NAMES else kernel, decision)
         return decision
 
@@ -146,13 +149,17 @@ def choose(
 def _surviving(file: DecisionFile, key: str) -> Iterator[None]:
     """Around a trial. A kernel that faults on the GPU ends the process, as MLX handles it; the next start finds here
     that this one failed, and leaves it alone."""
-    ended = f"the program ended while it was tried; to try again, delete {file.path}"
-    file.add({key: Decision("failed", ended)})
+    file.add({key: _unfinished(file)})
     try:
         yield
     except BaseException:  # Ctrl-C says nothing of a kernel
         file.remove(key)
         raise
+
+
+def _unfinished(file: DecisionFile) -> Decision:
+    """What stands for a trial in the file until it has ended."""
+    return Decision("failed", f"the program ended while it was tried; to try again, delete {file.path}")
 
 
 def _spoilt(decision: Decision, whole: Decision) -> Decision:

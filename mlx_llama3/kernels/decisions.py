@@ -9,7 +9,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -62,6 +62,17 @@ class DecisionFile:
     def remove(self, key: str) -> None:
         """Write all but this one; as `add`."""
         self._change({key}, {})
+
+    @contextmanager
+    def trying(self) -> Iterator[None]:
+        """Around a trial: while another process tries kernels, this one waits. Both would disturb each other's times,
+        and what the file says of a trial is true only once it has ended."""
+        with ExitStack() as stack:
+            with suppress(OSError):  # a folder that is closed to us: without waiting
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                lock = stack.enter_context(open(self.path.with_suffix(".trying"), "w", encoding="utf-8"))
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
 
     def _change(self, without: set[str], decisions: Mapping[str, Decision]) -> None:
         try:

@@ -133,6 +133,38 @@ def test_a_kernel_that_ends_the_process_is_left_alone_by_the_next_one(tmp_path) 
     assert str(path) in chosen.decisions["rope_qkv"].reason
 
 
+def test_a_trial_that_another_process_is_at_is_waited_for(tmp_path, caplog) -> None:
+    script = (
+        "import sys; from pathlib import Path; from stand_in_device import StandIn\n"
+        "from mlx_llama3.kernels.choice import choose; from mlx_llama3.kernels.decisions import DecisionFile\n"
+        "def fused(x):\n"
+        "    if not sys.stdin.closed: print('trying', flush=True); sys.stdin.readline(); sys.stdin.close()\n"
+        "    return 2 * x\n"
+        "device = StandIn(); cases = {'rope_qkv': [device.case(fused=fused)]}\n"
+        "choose(cases, DecisionFile(Path(sys.argv[1])), 'M9', device=device)"
+    )
+    path = tmp_path / "k.json"
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2] / "support")}
+    command = [sys.executable, "-c", script, str(path)]
+    with subprocess.Popen(command, env=environment, stdin=-1, stdout=-1, text=True) as other:
+
+        class Watched(DecisionFile):
+            def read(self) -> dict[str, Decision]:
+                """The other process goes on once this one has seen its mark."""
+                found = super().read()
+                if not other.stdin.closed:
+                    assert [each.state for each in found.values()] == ["failed"]
+                    other.stdin.close()
+                return found
+
+        assert other.stdout.readline() == "trying\n"
+        device = StandIn()
+        cases = {"rope_qkv": [device.case(fused=lambda x: pytest.fail("it was tried"))]}
+        chosen = choose(cases, Watched(path), "M9", device=device)
+    assert chosen.kernels == Kernels(rope_qkv=True)
+    assert not caplog.records
+
+
 def test_ctrl_c_says_nothing_of_a_kernel(tmp_path) -> None:
     def interrupted(x: mx.array) -> mx.array:
         raise KeyboardInterrupt
