@@ -15,7 +15,7 @@ def available_memory() -> int:
     kernel estimates it (`MemAvailable`).
     """
     if mx.metal.is_available():
-        return int(mx.device_info()["max_recommended_working_set_size"])
+        return int(mx.device_info(mx.gpu)["max_recommended_working_set_size"])
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
         for line in meminfo.read_text().splitlines():

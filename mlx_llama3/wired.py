@@ -22,7 +22,7 @@ class Wiring:
         if not mx.metal.is_available():
             return
         if self._models == 0:
-            self._before = mx.set_wired_limit(int(mx.device_info()["max_recommended_working_set_size"]))
+            self._before = mx.set_wired_limit(int(mx.device_info(mx.gpu)["max_recommended_working_set_size"]))
         self._models += 1
         weakref.finalize(model, self._release)  # called at exit too
 

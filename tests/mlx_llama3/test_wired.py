@@ -25,7 +25,7 @@ def limits(monkeypatch) -> list[int]:
         return found[-2]
 
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
-    monkeypatch.setattr(mx, "device_info", lambda: {"max_recommended_working_set_size": 1000.0})
+    monkeypatch.setattr(mx, "device_info", lambda device: {"max_recommended_working_set_size": 1000.0})
     monkeypatch.setattr(mx, "set_wired_limit", set_limit)
     return found
 
@@ -53,7 +53,7 @@ def test_it_is_put_back_at_exit() -> None:
     script = (
         "import mlx_llama3, mlx.core as mx; from mlx_llama3.wired import hold_wired\n"
         "mx.metal.is_available = lambda: True\n"
-        "mx.device_info = lambda: {'max_recommended_working_set_size': 1000}\n"
+        "mx.device_info = lambda device: {'max_recommended_working_set_size': 1000}\n"
         "mx.set_wired_limit = lambda limit: print(limit, flush=True) or 7\n"
         "class Model: pass\n"
         "model = Model(); hold_wired(model); print('running', flush=True)"
