@@ -103,6 +103,8 @@ class Leader:
         check_start(cache, start_pos, len(model.layers))
         message = {"op": op, "model": model._ticket.number, "shape": tokens.shape, "at": start_pos}
         with self._telling(message | self._cache(cache, start_pos)):
+            if cache is not None:
+                cache[0].ticket.told = True
             out = plain(run(self.world.from_front(tokens.astype(mx.int32)), start_pos, cache))
             mx.async_eval(out)
         return out
@@ -145,7 +147,6 @@ class Leader:
             ticket = cache[0].ticket = self._ticket(cache[0], ticket.settings)
         if not ticket.told:
             how |= {"settings": asdict(ticket.settings)}
-        ticket.told = True
         return {"cache": ticket.number} | how
 
     def _ticket(self, owner: KVCache | None = None, settings: CacheSettings = DEFAULT) -> Ticket:
@@ -156,9 +157,11 @@ class Leader:
 
     @contextmanager
     def _telling(self, message: dict[str, Any]) -> Iterator[None]:
-        """Tell the others, and run with them what they were told."""
-        dropped = [self._dropped.pop() for _ in range(len(self._dropped))]
+        """Tell the others, and run with them what they were told. Raises `UserError` if that has failed before."""
+        if self._broken:
+            raise UserError("a pass has failed, and the other ranks wait in the middle of it; start all of them again")
         with _uninterrupted():
+            dropped = [self._dropped.pop() for _ in range(len(self._dropped))]
             self.world.together = True
             try:
                 self.world.tell(message | ({"drop": dropped} if dropped else {}))

@@ -13,6 +13,7 @@ import mlx.core as mx  # isort: skip
 from mlx_llama3.cache import KVCache
 from mlx_llama3.cache_settings import CacheSettings
 from mlx_llama3.errors import UserError
+from mlx_llama3.parallel import leader
 from mlx_llama3.parallel.leader import Leader, LeadTransformer, Ticket
 
 TOKENS = mx.array([[1, 2, 3]])
@@ -110,12 +111,28 @@ def test_ctrl_c_waits_until_the_pass_is_queued(world: Alone, model: LeadTransfor
     assert world.told[-1]["op"] == "end"
 
 
+def test_ctrl_c_before_a_pass_is_told_leaves_it_untold(world: Alone, model: LeadTransformer, monkeypatch):
+    cache, gone = model.make_cache(), model.make_cache()
+    model(TOKENS, 0, gone)
+    del gone
+    gc.collect()
+    with monkeypatch.context() as pressed:
+        pressed.setattr(leader, "_uninterrupted", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            model(TOKENS, 0, cache)
+    model(TOKENS, 0, cache)
+    first, then = world.told
+    assert "settings" in then and then["drop"] == [first["cache"]]
+
+
 def test_after_a_fault_inside_a_pass_nothing_more_is_told(world: Alone, model: LeadTransformer):
     def fail(x: mx.array) -> mx.array:
         raise MemoryError
 
     world.from_front = fail
     with pytest.raises(MemoryError):
+        model(TOKENS)
+    with pytest.raises(UserError, match="a pass has failed, .*; start all of them again"):
         model(TOKENS)
     model._leader.end()
     assert [each["op"] for each in world.told] == ["logits"]
