@@ -32,7 +32,9 @@ def check_context(model: Transformer, cache: Sequence[KVCache], new: int) -> Non
     """Raise UserError, which names the way out, if memory does not suffice for `new` more positions in `cache`."""
     layer, end = cache[0], cache[0].offset + new
     held = sum(array.nbytes for array in layer.state)
-    grown = _layer_bytes(layer, model.args, model.norm.weight.dtype, end)
+    attention = model.layers[0].attention  # where heads are shared out to several machines, it has those of this one
+    args = replace(model.args, n_heads=attention.n_heads, n_kv_heads=attention.n_kv_heads)
+    grown = _layer_bytes(layer, args, model.norm.weight.dtype, end)
     way_out = WAY_OUT + (FEWER_BITS if type(layer) is KVCache else "")
     check_memory(len(cache) * max(0, grown - held), f"a context of {end} tokens", way_out, available=free_memory())
 

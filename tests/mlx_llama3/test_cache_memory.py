@@ -1,5 +1,7 @@
 """The memory of a context: as the caches really take it, and refused before it is too much."""
 
+from types import SimpleNamespace
+
 import pytest
 from tiny_models import ARGS, tiny_args
 
@@ -10,6 +12,7 @@ from mlx_llama3.config import ModelArgs
 from mlx_llama3.errors import UserError
 from mlx_llama3.generation import generate
 from mlx_llama3.model import Transformer
+from mlx_llama3.parallel.tensor import TensorPart
 
 import mlx.core as mx  # isort: skip
 
@@ -63,6 +66,14 @@ def test_only_what_is_new_counts(model, monkeypatch) -> None:
         check_context(model, cache, 257)
     offset = cache[0].offset
     assert offset == 256  # nothing was written
+
+
+def test_of_shared_heads_only_those_of_this_machine_count(monkeypatch) -> None:
+    model = TensorPart(SimpleNamespace(rank=0, size=2)).model(ARGS)
+    monkeypatch.setattr(cache_memory, "free_memory", lambda: context_bytes(ARGS, mx.float32, 256) // 2)
+    check_context(model, model.make_cache(), 256)
+    with pytest.raises(UserError, match="^a context of 257 tokens"):
+        check_context(model, model.make_cache(), 257)
 
 
 def test_a_prompt_that_does_not_fit_is_refused_before_it_is_fed(model, monkeypatch) -> None:
