@@ -174,7 +174,10 @@ def _near(name: str, names: list[str]) -> str:
 def _path(argument: str, what: str) -> Path:
     if not argument:
         raise UserError(f"name the file: /{what} FILE")
-    return Path(argument).expanduser()
+    try:
+        return Path(argument).expanduser()
+    except RuntimeError as error:  # ~name, and nobody here is called so
+        raise UserError(f"{argument}: there can be no such file: {error}") from error
 
 
 def _use(conversation: Conversation) -> str:

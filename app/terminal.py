@@ -5,7 +5,7 @@ import signal
 import sys
 import termios
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from prompt_toolkit import PromptSession
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
@@ -160,6 +160,15 @@ def _starting_with(word: str, choices: Sequence[str]) -> Iterator[Completion]:
     return (Completion(choice, -len(word)) for choice in choices if choice.startswith(word))
 
 
+class KeptHistory(FileHistory):
+    """A history in a file as far as the disk takes it; what it does not take is remembered in this chat only."""
+
+    def store_string(self, string: str) -> None:
+        """Append to the file; a disk that is full is no reason to break into the chat."""
+        with suppress(OSError):
+            super().store_string(string)
+
+
 def _history(note: Callable[[str], None]) -> History:
     """The history of all chats, in the user's cache folder; if that cannot be written, of this chat only."""
     path = cache_dir() / "chat_history"
@@ -169,7 +178,7 @@ def _history(note: Callable[[str], None]) -> History:
     except OSError as error:
         note(f"{path}: {error.strerror}; the history of this chat will not be kept")
         return InMemoryHistory()
-    return FileHistory(path)
+    return KeptHistory(path)
 
 
 def _unquoted(text: str) -> str:

@@ -13,7 +13,7 @@ from prompt_toolkit.completion import CompleteEvent
 from prompt_toolkit.document import Document
 
 from app.chat_commands import NAMES
-from app.terminal import CommandCompleter, Terminal
+from app.terminal import CommandCompleter, KeptHistory, Terminal
 
 ROOT = Path(__file__).parents[2]
 TINY_CHAT = ROOT / "tests" / "support" / "tiny_chat.py"
@@ -196,6 +196,12 @@ def test_the_history_outlives_the_chat(spawn, tmp_path) -> None:
     child.expect("0/4096")
     child.send(UP + ENTER)
     child.expect("top_k 7\r\n")
+
+
+def test_a_history_that_takes_no_more_is_remembered_in_the_chat(tmp_path) -> None:
+    history = KeptHistory(tmp_path / "removed" / "chat_history")
+    history.append_string("Hello")
+    assert history.get_strings() == ["Hello"]
 
 
 def test_without_a_place_for_the_history_the_chat_still_works(spawn, tmp_path) -> None:
