@@ -70,11 +70,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
     command = next((word for word in argv if not word.startswith("-")), None)
     try:
-        with quiet_unless_in_front():
-            args = build_parser(command).parse_args(argv)
-    except SystemExit as done:
-        return int(done.code or 0)
-    try:
+        try:
+            with quiet_unless_in_front():
+                args = build_parser(command).parse_args(argv)
+        except SystemExit as done:
+            return int(done.code or 0)
         return _run(args)
     except KeyboardInterrupt:
         return INTERRUPTED

@@ -95,6 +95,8 @@ def test_faults_of_the_program_keep_their_traceback(monkeypatch) -> None:
 def test_ctrl_c_is_quiet(monkeypatch, capsys) -> None:
     monkeypatch.setattr(chat_command, "run", failing(KeyboardInterrupt()))
     assert cli.main(["chat"]) == 130
+    monkeypatch.setattr(cli, "build_parser", failing(KeyboardInterrupt()))
+    assert cli.main(["chat"]) == 130
     assert capsys.readouterr().err == ""
 
 
