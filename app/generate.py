@@ -9,11 +9,10 @@ from app.drafts import asked_draft
 from app.models import OpenModel, open_model
 from app.options import given_settings
 from app.prompt import prompt_ids, prompt_messages, room_for_answer
-from app.prompt_caches import asked_cache, open_cache, tell_use
+from app.prompt_caches import asked_cache, open_cache, reuse
 from app.stats import Meter, Stats, cache_line
 from mlx_llama3.errors import UserError
 from mlx_llama3.generation import Step, generate
-from mlx_llama3.prefix_cache import PrefixCache
 from mlx_llama3.trace.edits import edited
 
 
@@ -27,8 +26,8 @@ def answer(args: argparse.Namespace, max_tokens: int) -> None:
     settings["max_tokens"] = min(settings["max_tokens"], room_for_answer(opened.model, ids, args.context))
     settings["draft"] = draft and draft.open(opened)
     held = open_cache(args.prompt_cache, kept, opened, messages)
-    tell_use(args.prompt_cache, held, ids)
-    steps, stats = _answer(opened, ids, held, settings, show=not args.json)
+    new, context = reuse(args.prompt_cache, held, ids), {"cache": held.layers, "history": held.ids}
+    steps, stats = _answer(opened, new, settings | context, show=not args.json)
     if args.json:
         print(json.dumps(_as_object(ids, steps, stats), ensure_ascii=False))
     if args.verbose:
@@ -43,21 +42,17 @@ def _logprobs(args: argparse.Namespace) -> dict[str, int]:
     return {"logprobs": args.logprobs}
 
 
-def _answer(
-    opened: OpenModel, ids: list[int], held: PrefixCache, settings: dict[str, Any], *, show: bool
-) -> tuple[list[Step], Stats]:
+def _answer(opened: OpenModel, ids: list[int], settings: dict[str, Any], *, show: bool) -> tuple[list[Step], Stats]:
     """All steps and their speed; the text is printed on the way if it is to be shown."""
-    new = held.reuse(ids)
-    context = {"cache": held.layers, "history": held.ids}
     meter, steps = Meter(), []
-    for step in generate(opened.model, opened.tokenizer, new, **context, **settings):
+    for step in generate(opened.model, opened.tokenizer, ids, **settings):
         meter.tick()
         steps.append(step)
         if show:
             print(step.text, end="", flush=True)
     if show:
         print()
-    return steps, meter.stats(len(new), settings["draft"])
+    return steps, meter.stats(len(ids), settings["draft"])
 
 
 def _as_object(ids: list[int], steps: list[Step], stats: Stats) -> dict[str, Any]:

@@ -102,11 +102,14 @@ def _load(path: Path, opened: OpenModel, asked: CacheSettings) -> PrefixCache:
     return held
 
 
-def tell_use(path: Path | None, held: PrefixCache, ids: list[int]) -> None:
-    """Say on standard error how much of the prompt `ids` the file saves."""
+def reuse(path: Path | None, held: PrefixCache, ids: list[int]) -> list[int]:
+    """The ids still to feed of a prompt; says on standard error how much of it the file saves."""
+    before = len(held.ids)
+    new = held.reuse(ids)
     if path is not None:
-        saved = min(common_length(held.ids, ids), len(ids) - 1)
-        print(f"({path} saves {saved} of the prompt's {len(ids)} tokens; it holds {len(held.ids)})", file=sys.stderr)
+        saved = len(ids) - len(new)
+        print(f"({path} saves {saved} of the prompt's {len(ids)} tokens; it holds {before})", file=sys.stderr)
+    return new
 
 
 def adopt(path: Path | None, opened: OpenModel, conversation: Conversation) -> None:

@@ -64,6 +64,20 @@ def test_a_system_prompt_for_the_chat(run, text, tmp_path):
     assert f"{held} of its {held} tokens begin this chat" in errors
 
 
+def test_what_a_window_has_forgotten_is_read_again_and_told(run, text, tmp_path):
+    """The prompt leaves the text so early that the window has left that place, and little is saved."""
+    out = tmp_path / "c.safetensors"
+    text.write_text(TEXT * 4)
+    run("cache", "--prompt-file", text, "--out", out, "--max-kv-size", "60")
+    code, output, errors = run(
+        *("generate", "-p", f"{TEXT}Why?", "--prompt-cache", out, "--json", "--max-tokens", "2"),
+    )
+    answer = json.loads(output)
+    saved = len(answer["prompt_ids"]) - answer["stats"]["prompt_tokens"]
+    assert code == 0 and saved < 60
+    assert f"{out} saves {saved} of the prompt's {len(answer['prompt_ids'])} tokens" in errors
+
+
 def test_raw_text(run, text, tmp_path):
     out = tmp_path / "c.safetensors"
     run("cache", "--prompt-file", text, "--as", "raw", "--out", out)
