@@ -15,6 +15,7 @@ from app.copy_speed import copy_speed
 from app.machine import Machine, mlx_lm_version, this_machine
 from app.models import find_model
 from mlx_llama3.errors import UserError
+from mlx_llama3.files import check_place
 
 MEASURED = ("prefill", "decode")
 
@@ -22,7 +23,7 @@ MEASURED = ("prefill", "decode")
 def bench(args: argparse.Namespace) -> None:
     """Measure what the options of `bench_command` say, print the table, write the JSON. Raises `UserError`."""
     if args.json:
-        _check_place(args.json)
+        check_place(args.json)
     machine = this_machine()
     title, folder = find_model(args.model)
     prompt = args.prompt or (512 if machine.metal else 128)
@@ -137,14 +138,6 @@ def _notes(found: dict[str, Any]) -> Iterator[str]:
         yield f"{found['copy']:.0f} GB/s is what a plain copy moves here: no specification of this chip is known."
     if KERNELS not in found["ways"]:
         yield "No fused kernel serves here; `mlx-llama3 doctor` says why."
-
-
-def _check_place(path: Path) -> None:
-    """Raise `UserError` before minutes of readings, for a file that could not be written after them."""
-    if path.is_dir():
-        raise UserError(f"--json {path} is a folder; name a file")
-    if not path.parent.is_dir():
-        raise UserError(f"--json {path}: there is no folder {path.parent}; make it, or name another file")
 
 
 def _write(path: Path, found: dict[str, Any]) -> None:

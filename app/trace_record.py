@@ -2,13 +2,12 @@
 
 import argparse
 import sys
-from pathlib import Path
 
 from app.edit_options import edit_text
 from app.models import open_model
 from app.options import given_settings
 from app.prompt import prompt_ids, prompt_messages, room_for_answer
-from mlx_llama3.errors import UserError
+from mlx_llama3.files import check_place
 from mlx_llama3.generation import Step
 from mlx_llama3.trace.edits import edited
 from mlx_llama3.trace.running import run
@@ -17,7 +16,7 @@ from mlx_llama3.trace.running import run
 def record(args: argparse.Namespace, max_tokens: int) -> None:
     """What the options of `trace_command` ask for. What can be refused without the model is refused before it."""
     settings = {"max_tokens": max_tokens} | given_settings(args)
-    _check_target(args.out)
+    check_place(args.out)
     messages = prompt_messages(args)
     opened = open_model(args.model)
     ids = prompt_ids(args, messages, opened.tokenizer)
@@ -37,11 +36,3 @@ def record(args: argparse.Namespace, max_tokens: int) -> None:
 
 def _print_text(step: Step) -> None:
     print(step.text, end="", flush=True)
-
-
-def _check_target(path: Path) -> None:
-    """Raise `UserError` now rather than after a long answer."""
-    if path.is_dir():
-        raise UserError(f"{path} is a folder; --out takes the file to write")
-    if not path.parent.is_dir():
-        raise UserError(f"{path}: there is no folder {path.parent}; make it first")

@@ -1,6 +1,7 @@
 """Reading files that a person named: an error says in one line which file it is and what is wrong with it."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,20 @@ def read_text(path: Path) -> str:
         return read_bytes(path).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
+
+
+def check_place(path: Path) -> None:
+    """Raise `UserError` for a file that cannot be written, before the work is done whose result it is to hold."""
+    try:
+        if path.is_dir():
+            raise UserError(f"{path} is a folder; name a file")
+        if not path.parent.is_dir():
+            raise UserError(f"{path}: there is no folder {path.parent}; make it, or name another file")
+        closed = not os.access(path if path.exists() else path.parent, os.W_OK)
+    except OSError as error:  # the name is too long, or lies in a folder that may not be looked into
+        raise UserError(f"{path}: cannot be written: {error.strerror}; name another file") from error
+    if closed:
+        raise UserError(f"{path}: cannot be written: permission denied; name another file")
 
 
 def parse_json(text: str | bytes, source: object) -> Any:

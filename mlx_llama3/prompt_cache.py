@@ -9,6 +9,7 @@ import json
 import mmap
 import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import numpy as np
 
 from mlx_llama3.cache_settings import CacheSettings
 from mlx_llama3.errors import UserError
+from mlx_llama3.files import check_place
 from mlx_llama3.identity import model_fingerprint, tokenizer_fingerprint
 from mlx_llama3.model import Transformer
 from mlx_llama3.prefix_cache import PrefixCache
@@ -55,7 +57,8 @@ def save(path: Path, held: PrefixCache, model: Transformer, tokenizer: Tokenizer
         reason = getattr(error, "strerror", None) or str(error)
         raise UserError(f"{path}: cannot write the prompt cache: {reason}") from error
     finally:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):  # a name that was too long to be written is also too long to be removed
+            partial.unlink(missing_ok=True)
 
 
 def load(path: Path, model: Transformer, tokenizer: Tokenizer) -> PrefixCache:
@@ -87,8 +90,7 @@ def load(path: Path, model: Transformer, tokenizer: Tokenizer) -> PrefixCache:
 
 def check_target(path: Path) -> None:
     """Raise `UserError` for a place where no prompt cache can be written, before anything is read for it."""
-    if not path.parent.is_dir():
-        raise UserError(f"{path}: there is no folder {path.parent}; make it, or choose another place")
+    check_place(path)
     if path.exists():
         try:
             check(path)

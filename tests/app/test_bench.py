@@ -187,7 +187,7 @@ def test_bad_input(words, complaint, capsys) -> None:
 def test_a_place_for_the_file_is_looked_for_before_anything_is_measured(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(bench, "_rounds", lambda *_: pytest.fail("it was measured"))
     assert cli.main(["bench", "--json", str(tmp_path)]) == 2
-    assert capsys.readouterr().err == f"error: --json {tmp_path} is a folder; name a file\n"
+    assert capsys.readouterr().err == f"error: {tmp_path} is a folder; name a file\n"
     assert cli.main(["bench", "--json", str(tmp_path / "no" / "b.json")]) == 2
     assert f"b.json: there is no folder {tmp_path / 'no'}; make it" in capsys.readouterr().err
 

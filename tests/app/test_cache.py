@@ -119,6 +119,8 @@ def test_refusals(run, text, tmp_path, monkeypatch):
         (["--prompt-file", tmp_path / "no.txt", "--out", out], "no such file"),
         (["--prompt-file", text, "--out", text], "choose another name"),
         (["--prompt-file", text, "--out", tmp_path / "no" / "c.safetensors"], "there is no folder"),
+        (["--prompt-file", text, "--out", tmp_path / ("x" * 250)], "cannot write the prompt cache"),
+        (["--prompt-file", text, "--out", tmp_path / ("x" * 300)], "cannot be written: File name too long"),
         (["--prompt-file", text, "--out", out, "--as", "raw", "--system", "x"], "--system does not go with --as raw"),
         (["--prompt-file", text, "--out", out, "--context", "50"], "the context holds 50"),
     ):

@@ -1,11 +1,12 @@
 """Files that a person named: what is read, and the one line that says what is wrong."""
 
 import json
+import os
 
 import pytest
 
 from mlx_llama3.errors import UserError
-from mlx_llama3.files import parse_json, read_bytes, read_text
+from mlx_llama3.files import check_place, parse_json, read_bytes, read_text
 
 
 def test_read(tmp_path):
@@ -23,6 +24,20 @@ def test_what_cannot_be_read(tmp_path):
     (tmp_path / "latin").write_bytes(b"caf\xe9")
     with pytest.raises(UserError, match="latin is not UTF-8 text: unexpected end of data at byte 3$"):
         read_text(tmp_path / "latin")
+
+
+def test_what_cannot_be_written(tmp_path, monkeypatch):
+    check_place(tmp_path / "new")
+    check_place(tmp_path.joinpath(os.devnull))
+    with pytest.raises(UserError, match="is a folder; name a file$"):
+        check_place(tmp_path)
+    with pytest.raises(UserError, match=f"new: there is no folder {tmp_path / 'no'}; make it, or name another file$"):
+        check_place(tmp_path / "no" / "new")
+    with pytest.raises(UserError, match="x: cannot be written: File name too long; name another file$"):
+        check_place(tmp_path / ("x" * 300))
+    monkeypatch.setattr(os, "access", lambda *_: False)  # a superuser, as tests are run in containers, may do all
+    with pytest.raises(UserError, match="new: cannot be written: permission denied; name another file$"):
+        check_place(tmp_path / "new")
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-32"])
