@@ -3,9 +3,9 @@
 import argparse
 import hashlib
 import json
+import os
 import sys
 from dataclasses import fields
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -16,13 +16,17 @@ from app.options import given_settings
 from app.prompt import room_for_answer
 from mlx_llama3.batch import Answer, Request, generate_batch, largest_batch
 from mlx_llama3.errors import UserError
+from mlx_llama3.files import check_place
 from mlx_llama3.generation import check_prompt
 from mlx_llama3.identity import model_fingerprint
 from mlx_llama3.parallel.leader import leader
-from mlx_llama3.sampling import Sampling
+from mlx_llama3.sampling import Sampling, check_bias
 
 # Options of `generate` for one answer, which a batch has no use for.
-_ALONE = ("prompt", "messages", "raw", "ids", "json", "logprobs", "scale", "draft", "prompt_cache", "max_kv_size")
+_ALONE = (
+    *("prompt", "messages", "raw", "ids", "json", "logprobs", "scale"),
+    *("draft", "draft_tokens", "prompt_cache", "max_kv_size", "kv_bits"),
+)
 
 
 def answer_file(args: argparse.Namespace, max_tokens: int) -> None:
@@ -38,24 +42,28 @@ def answer_file(args: argparse.Namespace, max_tokens: int) -> None:
 
 
 def _check_options(args: argparse.Namespace) -> None:
-    for name in (*_ALONE, "kv_bits"):
-        if getattr(args, name, None) not in (None, False, []):
+    for name in _ALONE:
+        value = getattr(args, name, None)
+        if value is not None and value is not False and value != []:  # 0 is an answer too
             raise UserError(f"--batch does not go with --{name.replace('_', '-')}; leave one of them out")
     if leader() is not None:
         raise UserError("--batch runs in one process; start it without mlx.launch")
-    if str(args.out) != "-" and args.out.exists() and Path(args.batch).exists() and args.out.samefile(args.batch):
-        raise UserError(f"--out {args.out} is the file of prompts itself; choose another name")
+    if str(args.out) != "-":
+        check_place(args.out)
+        if args.out.exists() and os.path.exists(args.batch) and args.out.samefile(args.batch):
+            raise UserError(f"--out {args.out} is the file of prompts itself; choose another name")
 
 
 def _request(line: Line, opened: OpenModel, args: argparse.Namespace) -> Request:
     """What a line asks for; raises `UserError` that names the line."""
+    names = {each.name for each in fields(Sampling)}
+    sampling = Sampling(**{name: value for name, value in line.settings.items() if name in names})
     try:
+        check_bias(sampling.logit_bias, opened.model.args.vocab_size)
         ids = opened.tokenizer.encode_chat(line.messages)
         room = min(room_for_answer(opened.model, ids, args.context), check_prompt(opened.model, ids))
     except UserError as error:
         raise UserError(f"{args.batch}, line {line.number}: {error}") from error
-    names = {each.name for each in fields(Sampling)}
-    sampling = Sampling(**{name: value for name, value in line.settings.items() if name in names})
     return Request(ids, min(line.settings["max_tokens"], room), tuple(line.settings.get("stop", ())), sampling)
 
 

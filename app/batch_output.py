@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -25,11 +26,13 @@ class Output:
         if str(path) == "-":
             return
         try:
-            self._file = path.open("r+b" if path.exists() else "x+b")
+            is_file = path.is_file()
+            self._file = path.open("r+b" if is_file else "wb")
         except OSError as error:
             raise UserError(f"{path}: cannot be written: {error.strerror}") from error
         try:
-            self._resume()
+            if is_file:  # a device or a pipe holds no answers
+                self._resume()
         except UserError:
             self._file.close()
             raise
@@ -42,10 +45,18 @@ class Output:
             self._file.close()
 
     def write(self, answer: dict[str, Any]) -> None:
-        """Append the next answer, whole and at once."""
+        """Append the next answer, whole and at once. Raises `UserError` if the file takes no more."""
         content = {"request": self._requests[self.done], **answer}
-        self._file.write(json.dumps(content, ensure_ascii=False).encode("utf-8", "replace") + b"\n")
-        self._file.flush()
+        line = json.dumps(content, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
+        try:
+            self._file.write(line)
+            self._file.flush()
+        except OSError as error:
+            if self._file is sys.stdout.buffer:
+                raise
+            with suppress(OSError):  # closing tries once more to write what is left
+                self._file.close()
+            raise UserError(f"{self.path}: cannot be written: {error.strerror}; run again to go on") from error
         self.done += 1
 
     def _resume(self) -> None:

@@ -125,11 +125,15 @@ def penalize(logits: mx.array, counts: Counts, sampling: Sampling) -> mx.array:
     return logits
 
 
+def check_bias(bias: Mapping[int, float], vocab_size: int) -> None:
+    """Raise `UserError` for an id outside the vocabulary."""
+    if bias and max(bias) >= vocab_size:
+        raise UserError(f"logit_bias names token {max(bias)}; the vocabulary ends at {vocab_size - 1}")
+
+
 def add_bias(logits: mx.array, bias: Mapping[int, float]) -> mx.array:
     """`bias` added to logits (..., vocab). Raises `UserError` for an id outside the vocabulary."""
-    vocab_size = logits.shape[-1]
-    if max(bias) >= vocab_size:
-        raise UserError(f"logit_bias names token {max(bias)}; the vocabulary ends at {vocab_size - 1}")
+    check_bias(bias, logits.shape[-1])
     return logits.at[..., mx.array(list(bias))].add(mx.array(list(bias.values()), dtype=logits.dtype))
 
 

@@ -72,7 +72,7 @@ def read_settings(settings: Any, source: str) -> dict[str, Any]:
     stop, most = settings.get("stop", []), settings.get("max_tokens", 1)
     if not isinstance(stop, list) or not all(isinstance(text, str) and text for text in stop):
         raise UserError(f"{source}: stop must be a list of texts")
-    if most is not None and (not isinstance(most, int) or most < 1):
+    if most is not None and (type(most) is not int or most < 1):  # true is an int too
         raise UserError(f"{source}: max_tokens is {most!r}; it must be a whole number of at least 1, or null")
     try:
         Sampling(**{name: value for name, value in settings.items() if name in sampling})

@@ -2,7 +2,10 @@
 
 import io
 import json
+import os
 import sys
+import threading
+from pathlib import Path
 
 import pytest
 
@@ -119,7 +122,43 @@ def test_what_is_not_its_own_is_left_alone(run, prompts, tmp_path):
         assert "choose another --out" in errors and errors.count("\n") == 1
         assert out.read_bytes() == before
     assert run("--batch", prompts, "--out", prompts)[2].startswith("error: --out")
-    assert "cannot be written" in run("--batch", prompts, "--out", tmp_path / "no" / "out.jsonl")[2]
+
+
+def test_a_place_for_the_answers_is_looked_for_before_the_model_is_loaded(run, no_model, prompts, tmp_path):
+    for out, said in (
+        (tmp_path / "no" / "out.jsonl", "there is no folder"),
+        (tmp_path, "is a folder"),
+        (tmp_path / ("x" * 300), "File name too long"),
+    ):
+        code, output, errors = run("--batch", prompts, "--out", out)
+        assert (code, output) == (2, "")
+        assert said in errors and errors.count("\n") == 1
+
+
+def test_answers_into_a_device_or_a_pipe(run, prompts, tmp_path):
+    assert run("--batch", prompts, "--out", os.devnull, "--max-tokens", 2) == (0, "", "")
+    pipe, read = tmp_path / "pipe", []
+    os.mkfifo(pipe)
+    reader = threading.Thread(target=lambda: read.append(pipe.read_bytes()), daemon=True)
+    reader.start()
+    assert run("--batch", prompts, "--out", pipe, "--max-tokens", 2) == (0, "", "")
+    reader.join()
+    assert read[0].count(b"\n") == 4
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
+def test_a_full_disk_is_told_with_the_file(run, prompts):
+    code, output, errors = run("--batch", prompts, "--out", "/dev/full", "--max-tokens", 2)
+    assert (code, output) == (2, "")
+    assert errors == "error: /dev/full: cannot be written: No space left on device; run again to go on\n"
+
+
+def test_a_token_that_the_vocabulary_has_not_is_found_before_anything_is_answered(run, tmp_path):
+    path, out = tmp_path / "p.jsonl", tmp_path / "out.jsonl"
+    path.write_text('"fine"\n{"prompt": "a", "logit_bias": {"49152": 1}}\n')
+    code, _, errors = run("--batch", path, "--out", out, "--batch-size", 1, "--max-tokens", 2)
+    assert (code, errors) == (2, f"error: {path}, line 2: logit_bias names token 49152; the vocabulary ends at 49151\n")
+    assert not out.exists()
 
 
 def test_standard_input_and_output(run):
@@ -138,6 +177,7 @@ def test_standard_input_and_output(run):
         ('{"prompt": "a", "temprature": 1}', "there is no key 'temprature'"),
         ('{"prompt": "a", "temperature": -1}', "temperature is -1"),
         ('{"prompt": "a", "max_tokens": 0}', "max_tokens is 0"),
+        ('{"prompt": "a", "max_tokens": true}', "max_tokens is True"),
         ('{"prompt": "a", "seed": "x"}', "seed is x"),
         ('{"prompt": "a", "stop": [""]}', "stop must be a list of texts"),
         ('{"prompt": ""}', "is empty"),
@@ -166,7 +206,9 @@ def test_a_prompt_that_is_too_long_is_named(run, tmp_path):
     [
         (["-p", "x"], "--prompt"),
         (["--json"], "--json"),
+        (["--logprobs", "0"], "--logprobs"),
         (["--draft", "ngram"], "--draft"),
+        (["--draft-tokens", "2"], "--draft-tokens"),
         (["--max-kv-size", "64"], "--max-kv-size"),
         (["--kv-bits", "8"], "--kv-bits"),
         (["--scale", "1:mlp=0"], "--scale"),
