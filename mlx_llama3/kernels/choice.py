@@ -123,16 +123,18 @@ def choose(
     def decide(kernel: str, uses: Sequence[Case]) -> Decision:
         if not uses:
             return Decision("absent", "it does not take the shapes or types of this model")
-        key = "|".join([machine, *(case.key for case in uses)])
+        key, name = "|".join([machine, *(case.key for case in uses)]), f"kernel {kernel}" if kernel in NAMES else kernel
         if key in kept and kept[key] != _unfinished(file):
             return kept[key]
         with file.trying():
             if (found := file.read().get(key)) is not None:  # by another process meanwhile
+                if found == _unfinished(file):  # said at every start: the end may have had another cause
+                    _tell(name, found)
                 return found
             with _surviving(file, key):
                 decision = try_kernel(uses, device or Device(), timing or Timing())
                 file.add({key: decision})
-        _tell(f"kernel {kernel}" if kernel in NAMES else kernel, decision)
+        _tell(name, decision)
         return decision
 
     decisions = {kernel: decide(kernel, uses) for kernel, uses in cases.items()}
