@@ -119,8 +119,8 @@ class Packed:
 
 def pack(kv: mx.array, layout: RecordLayout) -> mx.array:
     """Keys and values `(2, B, n_kv_heads, N, head_dim)` -> records, uint32 `(B, n_kv_heads, N, words)`."""
-    keys, key_pairs = _quantized(kv[0], KEY_GROUP, KEY_BITS)
-    values, value_pairs = _quantized(kv[1], layout.value_group, layout.value_bits)
+    keys, key_pairs = _quantized(kv[0, ...], KEY_GROUP, KEY_BITS)
+    values, value_pairs = _quantized(kv[1, ...], layout.value_group, layout.value_bits)
     return mx.concatenate([keys, values, key_pairs, value_pairs], axis=-1)
 
 

@@ -79,7 +79,7 @@ class RotatingKVCache(KVCache):
             keys, values = self.update_and_fetch(kv)
         else:  # attend before the oldest positions are written over, which the first of the new ones still see
             held = kv if self._kv is None else mx.concatenate([self._held(), kv], axis=3)
-            keys, values = held[0], held[1]
+            keys, values = held[0, ...], held[1, ...]  # an index alone would copy
             self._write(kv)
         seen = self.window.mask(start, length)
         return attend(q, keys, values, scale, seen)
