@@ -98,8 +98,11 @@ class Chat:
         speed = f" · {self.last.generation_tps:.1f} tokens/s" if self.last and self.last.generation_tps else ""
         return f"{self.name} · {self.conversation.used}/{self.conversation.capacity} tokens of context{speed}"
 
-    def answer(self, ask: Callable[..., Iterator[Step]]) -> None:
-        """Stream what `ask` (the conversation's send or retry) yields; Ctrl-C ends it and keeps what was said."""
+    def answer(self, ask: Callable[..., Iterator[Step]], *, if_empty: str = "the message is not kept") -> None:
+        """Stream what `ask` (the conversation's send or retry) yields; Ctrl-C ends it and keeps what was said.
+
+        if_empty: what becomes of the conversation if nothing was said.
+        """
         with self.screen.answering() as stopped:
 
             def reading(done: int, total: int) -> None:
@@ -124,12 +127,12 @@ class Chat:
             finally:
                 self.screen.end_answer()
         self.last = meter.stats(self.conversation.fed, self.conversation.draft)
-        self._explain_end(reason, said)
+        self._explain_end(reason, said, if_empty)
 
-    def _explain_end(self, reason: str, said: str) -> None:
+    def _explain_end(self, reason: str, said: str, if_empty: str) -> None:
         if not said.strip():
             how = "stopped before the answer began" if reason == "stopped" else "the model said nothing"
-            self.screen.note(f"{how}; the message is not kept")
+            self.screen.note(f"{how}; {if_empty}")
         elif reason == "stopped":
             self.screen.note("stopped; what was said is kept")
         elif reason == "length" and self.conversation.used >= self.conversation.capacity:

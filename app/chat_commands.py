@@ -57,7 +57,7 @@ def undo(chat: "Chat", _argument: str) -> None:
 
 def retry(chat: "Chat", _argument: str) -> None:
     """Answer the last message again."""
-    chat.answer(chat.conversation.retry)
+    chat.answer(chat.conversation.retry, if_empty="the answer before is kept")
     settings = chat.conversation.settings
     if settings.get("temperature", 0) == 0:
         chat.screen.note("temperature is 0, so every answer is the same; /set temperature 0.7 varies them")

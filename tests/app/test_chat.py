@@ -65,6 +65,12 @@ def test_a_model_that_says_nothing(talk) -> None:
     assert err == "(the model said nothing; the message is not kept)\n"
 
 
+def test_a_retry_that_says_nothing_keeps_the_answer_before(talk) -> None:
+    code, out, err = talk("Hello", "/retry", "/context", replies=("Hello, Ada.", ""), options=("--temp", "1"))
+    assert out.splitlines()[2].endswith("in 2 messages; when it is full: stop")
+    assert err == "(the model said nothing; the answer before is kept)\n"
+
+
 def test_no_input_is_no_chat(talk) -> None:
     assert talk() == (0, "", "")
 
