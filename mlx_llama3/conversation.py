@@ -125,12 +125,13 @@ class Conversation:
         before, self._system = self._system, text
         try:
             self._prompt([], "?")  # a template may take no system prompt, which the next message would tell too late
-            self._turns = self._from_start(self._turns)
+            turns = self._from_start(self._turns)
             if self.cache_settings.max_kv_size is not None:
-                self._cache = self._new_cache()
+                self._cache = self._new_cache()  # which a system prompt that is longer than the window has not
         except UserError:
             self._system = before
             raise
+        self._turns = turns
 
     def send(self, text: str, **options: Any) -> Iterator[Step]:
         """Say `text` as the user; the iterator yields the reply as `generate` does.
@@ -167,7 +168,9 @@ class Conversation:
     def adopt(self, held: PrefixCache) -> None:
         """Go on with a cache that was filled elsewhere (`prompt_cache.load`), as far as its ids are those here."""
         self._settle()
-        self._cache, self.cache_settings = held, held.settings
+        self._cache = held
+        # How much a window keeps is a matter of the system prompt, which may change.
+        self.cache_settings = replace(held.settings, kv_keep=self.cache_settings.kv_keep)
 
     def use(self, model: Transformer) -> None:
         """Go on under another model with the same tokenizer, as what-if edits make it; the cache is filled anew."""

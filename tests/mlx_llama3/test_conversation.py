@@ -8,8 +8,11 @@ import numpy as np
 import pytest
 from watched_model import WatchedModel
 
+from mlx_llama3.cache_settings import CacheSettings
 from mlx_llama3.conversation import ContextFull, Conversation
 from mlx_llama3.errors import UserError
+from mlx_llama3.prefix_cache import PrefixCache
+from mlx_llama3.prompt_head import keep_head, prompt_head
 from mlx_llama3.tokenizer import Tokenizer
 
 
@@ -215,6 +218,26 @@ def test_a_system_prompt_that_is_refused_changes_nothing(model, tokenizer) -> No
         assert chat.system is None
         assert (chat.messages, chat.ids) == before
         say(chat, "One?", "first")
+
+
+def test_a_system_prompt_that_is_longer_than_the_window_changes_nothing(model, tokenizer) -> None:
+    chat = Conversation(model, tokenizer, system="Be brief.", cache_settings=CacheSettings(max_kv_size=64))
+    say(chat, "One?", "first")
+    before = chat.system, chat.messages, chat.ids
+    with pytest.raises(UserError, match="the system prompt takes"):
+        chat.system = "Be brief. " * 40
+    assert (chat.system, chat.messages, chat.ids) == before
+
+
+def test_the_window_of_an_adopted_cache_keeps_no_more_than_the_new_system_prompt(model, tokenizer) -> None:
+    long = "Be brief. " * 9
+    held = PrefixCache(model, keep_head(CacheSettings(max_kv_size=64), tokenizer, long))
+    chat = Conversation(model, tokenizer, system=long)
+    chat.adopt(held)
+    assert chat.cache[0].window.keep == len(prompt_head(tokenizer, long))
+    chat.system = "Be brief."
+    assert chat.cache[0].window.keep == len(prompt_head(tokenizer, "Be brief."))
+    assert chat.cache[0].window.max_size == 64
 
 
 def test_setting_the_system_prompt_settles_an_answer_left_half_read(chat, model, tokenizer) -> None:
