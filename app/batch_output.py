@@ -1,5 +1,6 @@
 """The answers of `generate --batch`, a line of JSON each: written in order, and gone on with after an interruption."""
 
+import fcntl
 import json
 import sys
 from collections.abc import Sequence
@@ -26,12 +27,13 @@ class Output:
         if str(path) == "-":
             return
         try:
-            is_file = path.is_file()
-            self._file = path.open("r+b" if is_file else "wb")
+            mode = "x+b" if not path.exists() else "r+b" if path.is_file() else "wb"
+            self._file = path.open(mode)
         except OSError as error:
             raise UserError(f"{path}: cannot be written: {error.strerror}") from error
         try:
-            if is_file:  # a device or a pipe holds no answers
+            if mode != "wb":  # a device or a pipe holds no answers
+                self._lock()
                 self._resume()
         except UserError:
             self._file.close()
@@ -58,6 +60,15 @@ class Output:
                 self._file.close()
             raise UserError(f"{self.path}: cannot be written: {error.strerror}; run again to go on") from error
         self.done += 1
+
+    def _lock(self) -> None:
+        """Until the file is closed: two runs at a time would write over each other's answers."""
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(f"{self.path}: another run writes it now; wait for it, or choose another --out") from error
+        except OSError:  # a file system without locks
+            return
 
     def _resume(self) -> None:
         end = 0

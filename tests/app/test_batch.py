@@ -102,6 +102,18 @@ def test_ctrl_c_leaves_what_was_answered(run, prompts, tmp_path, monkeypatch):
     assert out.read_bytes().count(b"\n") == 4
 
 
+def test_a_file_that_another_run_writes_is_left_alone(run, prompts, tmp_path):
+    out, options = tmp_path / "out.jsonl", ["--max-tokens", 2]
+    with batch.Output(out, ["a", "b"]) as other:
+        other.write({"text": "first"})
+        code, _, errors = run("--batch", prompts, "--out", out, *options)
+        assert (code, errors) == (2, f"error: {out}: another run writes it now; wait for it, or choose another --out\n")
+        other.write({"text": "second"})
+    assert out.read_text().count("\n") == 2
+    out.unlink()
+    assert run("--batch", prompts, "--out", out, *options)[0] == 0
+
+
 def test_what_is_not_its_own_is_left_alone(run, prompts, tmp_path):
     out, options = tmp_path / "out.jsonl", ["--max-tokens", 3]
     run("--batch", prompts, "--out", out, *options)
