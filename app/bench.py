@@ -32,9 +32,11 @@ def bench(args: argparse.Namespace) -> None:
     results = _rounds(engines, folder, prompt, tokens, args.rounds)
     asked = {"name": title, "prompt": prompt, "tokens": tokens, "rounds": args.rounds}
     found = summary(results, machine, asked, None if machine.bandwidth else copy_speed())
-    print("\n".join(lines(found)))
-    if args.json:
-        _write(args.json, found)
+    try:
+        if args.json:
+            _write(args.json, found)
+    finally:  # neither a full disk nor a reader that has left costs the other what minutes have found
+        print("\n".join(lines(found)))
 
 
 def _rounds(engines: list[str], folder: Path, prompt: int, tokens: int, rounds: int) -> dict[str, list[dict[str, Any]]]:

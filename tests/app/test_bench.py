@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from tiny_models import ARGS
@@ -195,3 +196,22 @@ def test_a_place_for_the_file_is_looked_for_before_anything_is_measured(tmp_path
 def test_a_file_that_cannot_be_written(tmp_path) -> None:
     with pytest.raises(UserError, match=r"no/b.json: cannot be written: No such file or directory$"):
         bench._write(tmp_path / "no" / "b.json", {})
+
+
+def test_readings_are_neither_lost_with_their_file_nor_with_their_reader(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(bench, "find_model", lambda name: ("tiny", tmp_path))
+    monkeypatch.setattr(bench, "_rounds", lambda *_: {})
+    monkeypatch.setattr(bench, "summary", lambda *_: {"read": 1.0})
+    monkeypatch.setattr(bench, "lines", lambda found: ["the table"])
+    if Path("/dev/full").exists():
+        assert cli.main(["bench", "--json", "/dev/full"]) == 2
+        shown = capsys.readouterr()
+        assert shown.out == "the table\n" and "/dev/full: cannot be written: No space left on device" in shown.err
+
+    def left(found):
+        raise BrokenPipeError
+
+    monkeypatch.setattr(bench, "lines", left)
+    with pytest.raises(BrokenPipeError):
+        bench.bench(cli.build_parser("bench").parse_args(["bench", "--json", str(tmp_path / "b.json")]))
+    assert json.loads((tmp_path / "b.json").read_text()) == {"read": 1.0}
