@@ -83,12 +83,13 @@ class Source:
 
     def __init__(self) -> None:
         self.begin, self.tokens, self.speed, self.late = 0, 4000, 100, False
+        self.trace: Trace | None = None
 
     def stream(self) -> Iterator[dict]:
         """What the chat's generator yields for the heat map."""
         random = np.random.default_rng(0)
         norms = random.lognormal(4, 1, (5, 30, self.begin + self.tokens)).astype(np.float32)
-        trace = Trace.empty("stand-in", 30)
+        trace = self.trace = Trace.empty("stand-in", 30)  # kept, as a session keeps its own: the page may ask for more
         trace.extend(range(self.begin), [f" word{i}" for i in range(self.begin)], norms[..., : self.begin])
 
         def grow() -> None:
