@@ -1,10 +1,10 @@
 """Saved conversations on disk: `/save`, `/load`, `--resume`."""
 
-from contextlib import suppress
 from pathlib import Path
 
 from mlx_llama3 import saved_conversation
 from mlx_llama3.errors import UserError
+from mlx_llama3.files import replacing
 
 
 def read(path: Path) -> str:
@@ -19,15 +19,12 @@ def read(path: Path) -> str:
 
 def write(path: Path, text: str) -> None:
     """Write the whole file or nothing. Raises `UserError` rather than replace what is not a saved conversation."""
-    partial = path.with_name(f".{path.name}.partial")
     try:
         if path.exists():
             _check_saved(path)
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
+        with replacing(path) as partial:
+            partial.write_text(text, encoding="utf-8")
     except OSError as error:
-        with suppress(OSError):  # a name that was too long to be written is also too long to be removed
-            partial.unlink(missing_ok=True)
         raise UserError(f"{path}: cannot save the conversation: {error.strerror}") from error
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from convert.plan import Plan
 from convert.source import Source
+from mlx_llama3.files import replacing
 from mlx_llama3.hub import cached_repository
 
 _USE = """
@@ -104,6 +105,5 @@ def add_to_card(folder: Path, verification: str) -> None:
     path = folder / "README.md"
     card = path.read_text(encoding="utf-8") if path.exists() else f"# {folder.absolute().name}\n"
     text = card.split(_VERIFIED)[0] + _VERIFIED + "\n" + "".join(f"    {line}\n" for line in verification.splitlines())
-    partial = path.with_name(".README.md.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
+    with replacing(path) as partial:
+        partial.write_text(text, encoding="utf-8")

@@ -1,7 +1,9 @@
-"""Reading files that a person named: an error says in one line which file it is and what is wrong with it."""
+"""Files that a person named: an error says in one line which file it is and what is wrong with it."""
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,21 @@ def check_place(path: Path) -> None:
         raise UserError(f"{path}: cannot be written: {error.strerror}; name another file") from error
     if closed:
         raise UserError(f"{path}: cannot be written: permission denied; name another file")
+
+
+@contextmanager
+def replacing(path: Path, ending: str = "") -> Iterator[Path]:
+    """A file beside `path` to write to, which takes its place at the end; of what fails before, nothing is left.
+
+    ending: of its name, for a writer that wants one. Raises what the block raises, and `OSError`.
+    """
+    partial = path.with_name(f".{path.name}.partial{ending}")
+    try:
+        yield partial
+        partial.replace(path)
+    finally:
+        with suppress(OSError):  # a name that was too long to be written is also too long to be removed
+            partial.unlink(missing_ok=True)
 
 
 def parse_json(text: str | bytes, source: object) -> Any:

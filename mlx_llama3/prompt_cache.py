@@ -9,7 +9,6 @@ import json
 import mmap
 import zlib
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ import numpy as np
 
 from mlx_llama3.cache_settings import CacheSettings
 from mlx_llama3.errors import UserError
-from mlx_llama3.files import check_place
+from mlx_llama3.files import check_place, replacing
 from mlx_llama3.identity import model_fingerprint, tokenizer_fingerprint
 from mlx_llama3.model import Transformer
 from mlx_llama3.prefix_cache import PrefixCache
@@ -49,16 +48,12 @@ def save(path: Path, held: PrefixCache, model: Transformer, tokenizer: Tokenizer
         "settings": json.dumps(asdict(held.settings)),
         "crc32": json.dumps({key: zlib.crc32(np.array(tensor.view(mx.uint8))) for key, tensor in tensors.items()}),
     }
-    partial = path.with_name(f".{path.name}.partial.safetensors")
     try:
-        mx.save_safetensors(str(partial), tensors, metadata)
-        partial.replace(path)
+        with replacing(path, ".safetensors") as partial:
+            mx.save_safetensors(str(partial), tensors, metadata)
     except (OSError, RuntimeError) as error:  # MLX tells of a full disk with the one, Python of a missing folder
         reason = getattr(error, "strerror", None) or str(error)
         raise UserError(f"{path}: cannot write the prompt cache: {reason}") from error
-    finally:
-        with suppress(OSError):  # a name that was too long to be written is also too long to be removed
-            partial.unlink(missing_ok=True)
 
 
 def load(path: Path, model: Transformer, tokenizer: Tokenizer) -> PrefixCache:

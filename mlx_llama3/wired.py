@@ -9,6 +9,8 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_llama3.memory import available_memory
+
 
 class Wiring:
     """Raises the limit with the first model and puts it back with the last one, or when the program ends."""
@@ -22,7 +24,7 @@ class Wiring:
         if not mx.metal.is_available():
             return
         if self._models == 0:
-            self._before = mx.set_wired_limit(int(mx.device_info(mx.gpu)["max_recommended_working_set_size"]))
+            self._before = mx.set_wired_limit(available_memory())
         self._models += 1
         weakref.finalize(model, self._release)  # called at exit too
 

@@ -95,6 +95,11 @@ class Conversations:
             self.services.generation_done,
         ]
 
+    @property
+    def unchanged(self) -> list[Any]:
+        """Values for `outputs` that leave all as it is."""
+        return [gr.skip()] * len(self.outputs)
+
     def shown(self, session: Session, *, keep_settings: bool = False) -> list[Any]:
         """Values for `outputs`; `keep_settings` leaves what stands in the settings, used or not yet."""
         settings = self.settings.shown(session.conversation)
@@ -111,7 +116,7 @@ class Conversations:
     def arrive(self, memory: str) -> list[Any]:
         """Show what this tab showed before, or a new conversation: the page was opened or loaded again."""
         if self.services.sessions.opened is None:
-            return [gr.skip()] * len(self.outputs)
+            return self.unchanged
         known = _read_memory(memory)
         session = self.services.session(known.get("session"))
         if session is None:
@@ -128,7 +133,7 @@ class Conversations:
         if session is None:
             return self.arrive(memory)
         if session.asked is not None:  # asked while the model was loaded: the answer shows what there is
-            return [*([gr.skip()] * (len(self.outputs) - 1)), self.services.next_change()]
+            return [*self.unchanged[:-1], self.services.next_change()]
         return self.shown(session)
 
     def choose(self, session_id: str, saved_id: str) -> list[Any]:
@@ -152,7 +157,7 @@ class Conversations:
     def delete(self, session_id: str) -> list[Any]:
         """Delete the tab's conversation for good and begin another one. No id: the person thought better of it."""
         if not session_id:
-            return [gr.skip()] * len(self.outputs)
+            return self.unchanged
         session = self._idle(session_id)
         saved.delete(session.saved_id)
         return self.begin(session_id)

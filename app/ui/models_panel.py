@@ -72,23 +72,24 @@ class Loader:
 
     def first(self) -> Loading:
         """Load the model with which the app was started, unless one is loaded."""
-        while not self._turn.acquire(timeout=0.25):
-            yield gr.skip(), bar("Another tab is loading a model …", None)
-        try:
-            if self._services.sessions.opened is None:
-                return (yield from self._all(self.name))
-            return gr.update(choices=catalogue.choices(), value=self.name), self._loaded()
-        finally:
-            self._turn.release()
+        return self._in_turn(self._first)
 
     def load(self, name: str) -> Loading:
         """Load another model into every tab."""
+        return self._in_turn(partial(self._all, (name or "").strip()))
+
+    def _in_turn(self, begin: Callable[[], Loading]) -> Loading:
         while not self._turn.acquire(timeout=0.25):
             yield gr.skip(), bar("Another tab is loading a model …", None)
         try:
-            return (yield from self._all((name or "").strip()))
+            return (yield from begin())
         finally:
             self._turn.release()
+
+    def _first(self) -> Loading:
+        if self._services.sessions.opened is None:
+            return (yield from self._all(self.name))
+        return gr.update(choices=catalogue.choices(), value=self.name), self._loaded()
 
     def _all(self, name: str) -> Loading:
         try:
@@ -165,11 +166,10 @@ def connect(panel: ModelsPanel, loader: Loader, shown: Conversations, page: gr.B
 
 def _ending_with(loading: Loading, shown: Conversations, show: Callable[[], list[Any]]) -> Iterator[list[Any]]:
     """The updates of a loading, the last one together with what `show` gives."""
-    nothing = [gr.skip()] * len(shown.outputs)
     while True:
         try:
             update = next(loading)
         except StopIteration as end:
             yield [*end.value, *show()]
             return
-        yield [*update, *nothing]
+        yield [*update, *shown.unchanged]

@@ -83,24 +83,21 @@ class Device:
 
 def try_kernel(cases: Sequence[Case], device: Device, timing: Timing) -> Decision:
     """Whether a kernel may serve: right in all its cases, faster in one at least, slower in none."""
-    for case in cases:
-        try:
+    best, reason = 1.0, ""
+    try:
+        for case in cases:
             if wrong := difference(case, device):
                 return Decision("failed", f"{case.label}: {wrong}")
-        except FAULTS as error:
-            return Decision("failed", f"{case.label}: {first_line(error)}")
-    best, reason = 1.0, ""
-    for case in cases:
-        try:
+        for case in cases:
             ratio, spread = compare(case, device, timing)
-        except FAULTS as error:
-            return Decision("failed", f"{case.label}: {first_line(error)}")
-        told = f"{case.label}: {ratio:.2f} of the reference's time (±{spread:.2f})"
-        if ratio - spread > 1.01:
-            return Decision("slower", told, ratio)
-        if ratio + spread < 1 and ratio < best:
-            best, reason = ratio, told
-        reason = reason or told
+            told = f"{case.label}: {ratio:.2f} of the reference's time (±{spread:.2f})"
+            if ratio - spread > 1.01:
+                return Decision("slower", told, ratio)
+            if ratio + spread < 1 and ratio < best:
+                best, reason = ratio, told
+            reason = reason or told
+    except FAULTS as error:
+        return Decision("failed", f"{case.label}: {first_line(error)}")
     return Decision("used", reason, best) if best < 1 else Decision("slower", f"not faster; {reason}", ratio)
 
 

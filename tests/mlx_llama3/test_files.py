@@ -6,7 +6,7 @@ import os
 import pytest
 
 from mlx_llama3.errors import UserError
-from mlx_llama3.files import check_place, parse_json, read_bytes, read_text
+from mlx_llama3.files import check_place, parse_json, read_bytes, read_text, replacing
 
 
 def test_read(tmp_path):
@@ -51,3 +51,17 @@ def test_what_is_not_json(text):
     with pytest.raises(UserError, match="^a.json is not JSON: ") as refused:
         parse_json(text, "a.json")
     assert "\n" not in str(refused.value)
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "a.txt"
+    with replacing(path) as partial:
+        partial.write_text("first")
+        assert not path.exists()
+    with pytest.raises(KeyboardInterrupt), replacing(path, ".b") as partial:
+        assert partial.name.endswith(".b")
+        partial.write_text("half")
+        raise KeyboardInterrupt
+    assert [each.name for each in tmp_path.iterdir()] == ["a.txt"] and path.read_text() == "first"
+    with pytest.raises(OSError, match="File name too long"), replacing(tmp_path / ("x" * 300)) as partial:
+        partial.write_text("")

@@ -8,6 +8,10 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
+class Interruption(KeyboardInterrupt):
+    """What is raised here, apart from a person's own Ctrl-C, which ends the tests."""
+
+
 def interrupted_at_each_line(file: str, make: Callable[[], T], run: Callable[[T], Any]) -> Iterator[T]:
     """What `make` gives after `run` was interrupted in it, once for each line of `file` that it comes by."""
     for place in itertools.count(1):
@@ -19,15 +23,15 @@ def interrupted_at_each_line(file: str, make: Callable[[], T], run: Callable[[T]
                 return None
             left -= event == "line"
             if left == 0 and event == "line":
-                raise KeyboardInterrupt
+                raise Interruption
             return trace
 
         before = sys.gettrace()
         sys.settrace(trace)
         try:
             run(state)
-        except KeyboardInterrupt:
-            pass
+        except Interruption:
+            pass  # as it was meant to be; the caller looks at what is left
         else:
             return
         finally:
