@@ -53,7 +53,7 @@ fuzz: .venv/installed-test
 
 soak: .venv/installed-test
 	@SOAK=1 $(BIN)/python -m pytest tests/app/ui -k "long_fast_stream or many_turns" -s $(ARGS)
-	@SOAK=1 $(BIN)/python -m pytest tests/mlx_llama3/test_needle.py -s $(ARGS)
+	@SOAK=1 $(BIN)/python -m pytest tests/mlx_llama3/generation/test_needle.py -s $(ARGS)
 
 test-peers: .venv/installed-peers
 	@$(BIN)/python -m pytest -m peers $(ARGS)

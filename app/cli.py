@@ -12,20 +12,20 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, NoReturn
 
-from app.ranks import in_front, quiet_unless_in_front
+from app.options.ranks import in_front, quiet_unless_in_front
 
 # Subcommand: the module with its add_arguments(parser) and run(args), and its line in --help.
 COMMANDS = {
-    "chat": ("app.chat_command", "talk with a model in the terminal"),
-    "generate": ("app.generate_command", "answer one prompt and end"),
-    "cache": ("app.cache_command", "read a long text once and keep what the model remembers in a file"),
-    "trace": ("app.trace_command", "write what a model does inside to a file, or show such a file"),
-    "app": ("app.app_command", "open the desktop UI: chat, and look inside while the model speaks"),
-    "convert": ("convert.arguments", "turn a published checkpoint into a model folder"),
-    "verify": ("convert.verify_command", "prove that a converted folder is what its source means"),
-    "perplexity": ("convert.perplexity_command", "how well a model predicts a text"),
-    "doctor": ("app.doctor_command", "show the machine, the memory and which kernels serve a model"),
-    "bench": ("app.bench_command", "measure how fast a model reads and writes here"),
+    "chat": ("app.commands.chat", "talk with a model in the terminal"),
+    "generate": ("app.commands.generate", "answer one prompt and end"),
+    "cache": ("app.commands.cache", "read a long text once and keep what the model remembers in a file"),
+    "trace": ("app.commands.trace", "write what a model does inside to a file, or show such a file"),
+    "app": ("app.commands.app", "open the desktop UI: chat, and look inside while the model speaks"),
+    "convert": ("convert.commands.convert", "turn a published checkpoint into a model folder"),
+    "verify": ("convert.commands.verify", "prove that a converted folder is what its source means"),
+    "perplexity": ("convert.commands.perplexity", "how well a model predicts a text"),
+    "doctor": ("app.commands.doctor", "show the machine, the memory and which kernels serve a model"),
+    "bench": ("app.commands.bench", "measure how fast a model reads and writes here"),
 }
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from mlx_llama3.cache import KVCache
-from mlx_llama3.cache_settings import CacheSettings
-from mlx_llama3.speculative import Speculation
+from mlx_llama3.generation.speculative.speculation import Speculation
+from mlx_llama3.model.cache.kv_cache import KVCache
+from mlx_llama3.model.cache.settings import CacheSettings
 
 
 class DraftStats(NamedTuple):

@@ -12,9 +12,9 @@ import statistics
 import time
 
 import mlx_llama3
-from mlx_llama3.batch import Request, generate_batch
-from mlx_llama3.generation import generate
-from mlx_llama3.sampling import Sampling
+from mlx_llama3.generation.batch import Request, generate_batch
+from mlx_llama3.generation.sampling import Sampling
+from mlx_llama3.generation.stream import generate
 
 
 def main() -> None:

@@ -47,7 +47,7 @@ def random_1b(layers: int) -> dict[str, Path]:
 
 def n_weights(model: dict[str, Path]) -> int:
     """Numbers in all matrices."""
-    from mlx_llama3.checkpoint import Checkpoint
+    from mlx_llama3.checkpoint.folder import Checkpoint
 
     return Checkpoint(model["folder"]).n_weights
 

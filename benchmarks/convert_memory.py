@@ -117,7 +117,7 @@ print("measured", time.perf_counter() - started, peak() - before, time.process_t
 def ours(source: Path, target: Path, options: str) -> Run:
     """Convert with this project."""
     return measure(
-        f"from convert.convert import convert\nfrom convert.recipe import make_recipe\n"
+        f"from convert.conversion.to_mlx import convert\nfrom convert.conversion.recipe import make_recipe\n"
         f"def work(): convert({str(source)!r}, {str(target)!r}, progress=False, {options})"
     )
 

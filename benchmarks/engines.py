@@ -40,22 +40,22 @@ class Ours:
     """This project, its own loops of prompt and decoding."""
 
     def __init__(self, path: Path) -> None:
-        from mlx_llama3.loading import load_model
+        from mlx_llama3.checkpoint.loading import load_model
 
         self.model = load_model(path)
 
     def prefill(self, length: int) -> None:
         import mlx.core as mx
 
-        from mlx_llama3.decoding import prefill
+        from mlx_llama3.generation.decoding import prefill
 
         mx.eval(prefill(self.model, prompt(length), self.model.make_cache()).argmax(-1))
 
     def decode(self, context: int, count: int) -> Callable[[], None]:
         import mlx.core as mx
 
-        from mlx_llama3.decoding import decode
-        from mlx_llama3.sampling import Sampler, Sampling
+        from mlx_llama3.generation.decoding import decode
+        from mlx_llama3.generation.sampling import Sampler, Sampling
 
         cache, args = self.model.make_cache(), self.model.args
         kv = mx.random.normal((2, 1, args.n_kv_heads, context, args.head_dim))

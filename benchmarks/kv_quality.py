@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 
 import mlx_llama3
-from mlx_llama3.cache import KVCache
-from mlx_llama3.kv_records import RecordLayout
-from mlx_llama3.model import Transformer
-from mlx_llama3.quantized_cache import QuantizedKVCache
+from mlx_llama3.model.cache.kv_cache import KVCache
+from mlx_llama3.model.cache.quantized import QuantizedKVCache
+from mlx_llama3.model.kernels.kv_packing import RecordLayout
+from mlx_llama3.model.transformer import Transformer
 
 import mlx.core as mx  # isort: skip
 

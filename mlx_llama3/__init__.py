@@ -9,16 +9,16 @@ for step in mlx_llama3.generate(model, tokenizer, ids, max_tokens=48):
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from mlx_llama3.blas import use_openblas
+from mlx_llama3.system.blas import use_openblas
 
 if TYPE_CHECKING:
     from mlx_llama3.api import load, load_draft
-    from mlx_llama3.conversation import Conversation
+    from mlx_llama3.checkpoint.loading import load_model
+    from mlx_llama3.conversation.conversation import Conversation
     from mlx_llama3.errors import UserError
-    from mlx_llama3.generation import Step, generate
-    from mlx_llama3.loading import load_model
-    from mlx_llama3.sampling import Sampling
-    from mlx_llama3.tokenizer import load_tokenizer
+    from mlx_llama3.generation.sampling import Sampling
+    from mlx_llama3.generation.stream import Step, generate
+    from mlx_llama3.tokenizer.tokenizer import load_tokenizer
 
 __version__ = "0.1.0"
 __all__ = [
@@ -37,15 +37,15 @@ use_openblas()  # before anything imports mlx.core
 
 # Names are looked up on first use, so that `mlx-llama3 --help` and the error classes cost no import of MLX.
 _HOMES = {
-    "Conversation": "conversation",
-    "Sampling": "sampling",
-    "Step": "generation",
+    "Conversation": "conversation.conversation",
+    "Sampling": "generation.sampling",
+    "Step": "generation.stream",
     "UserError": "errors",
-    "generate": "generation",
+    "generate": "generation.stream",
     "load": "api",
     "load_draft": "api",
-    "load_model": "loading",
-    "load_tokenizer": "tokenizer",
+    "load_model": "checkpoint.loading",
+    "load_tokenizer": "tokenizer.tokenizer",
 }
 
 

@@ -4,17 +4,17 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from mlx_llama3.checkpoint import read_settings
-from mlx_llama3.draft_switch import Switch
-from mlx_llama3.drafting import ModelDrafter, NgramDrafter
-from mlx_llama3.hub import resolve
-from mlx_llama3.kernels.choice import asked_way, use_chosen
-from mlx_llama3.loading import load_model
-from mlx_llama3.model import Transformer
-from mlx_llama3.same_tokens import check_same_tokens
-from mlx_llama3.speculative import Speculation, check_tokens
-from mlx_llama3.tokenizer import Tokenizer, load_tokenizer
-from mlx_llama3.wired import hold_wired
+from mlx_llama3.autotune.choice import asked_way, use_chosen
+from mlx_llama3.checkpoint.folder import read_settings
+from mlx_llama3.checkpoint.loading import load_model
+from mlx_llama3.generation.speculative.draft_switch import Switch
+from mlx_llama3.generation.speculative.drafters import ModelDrafter, NgramDrafter
+from mlx_llama3.generation.speculative.speculation import Speculation, check_tokens
+from mlx_llama3.generation.speculative.vocabulary_match import check_same_tokens
+from mlx_llama3.model.transformer import Transformer
+from mlx_llama3.system.hub import resolve
+from mlx_llama3.system.wired import hold_wired
+from mlx_llama3.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
 NGRAM = "ngram"
 

@@ -14,8 +14,8 @@ import pytest
 from hub_server import Hub, serve
 
 from convert import demo
-from mlx_llama3.hub import cache_dir
-from mlx_llama3.tokenizer import Tokenizer, load_tokenizer
+from mlx_llama3.system.hub import cache_dir
+from mlx_llama3.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
 # The same examples in every run: what is rare would fail in somebody else's change.
 hypothesis.settings.register_profile("suite", derandomize=True)

@@ -5,13 +5,28 @@ from contextlib import contextmanager
 
 import gradio as gr
 
-from app.drafts import Drafting
-from app.ui import chat_panel, conversations_panel, convert_panel, models_panel, settings_panel, views
-from app.ui.chat_panel import MODEL_QUEUE, QUICK
-from app.ui.services import Services
-from app.ui.session import Sessions
-from mlx_llama3.cache_settings import DEFAULT, CacheSettings
-from mlx_llama3.engine import Engine
+from app.options.draft import Drafting
+from app.ui import views
+from app.ui.panels import (
+    chat as chat_panel,
+)
+from app.ui.panels import (
+    conversations as conversations_panel,
+)
+from app.ui.panels import (
+    convert as convert_panel,
+)
+from app.ui.panels import (
+    models as models_panel,
+)
+from app.ui.panels import (
+    settings as settings_panel,
+)
+from app.ui.panels.chat import MODEL_QUEUE, QUICK
+from app.ui.session.mlx_thread import Engine
+from app.ui.session.services import Services
+from app.ui.session.session import Sessions
+from mlx_llama3.model.cache.settings import DEFAULT, CacheSettings
 
 TITLE = "mlx-llama3"
 _KEYS = """<dialog id="keys" aria-label="Keys"><h2>Keys</h2><dl>

@@ -8,14 +8,14 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from app.ui.local_only import middleware
-from mlx_llama3.engine import Engine
+from app.ui.session.mlx_thread import Engine
 from mlx_llama3.errors import UserError
 
 if TYPE_CHECKING:
     import gradio as gr
 
-    from app.drafts import Drafting
-    from mlx_llama3.cache_settings import CacheSettings
+    from app.options.draft import Drafting
+    from mlx_llama3.model.cache.settings import CacheSettings
 
 HOST = "127.0.0.1"
 FIRST_PORT, PORTS = 7860, 100
@@ -33,8 +33,8 @@ def serving(
     """
     engine = Engine()
     with TemporaryDirectory(prefix="mlx-llama3-") as uploads, _environment(uploads):
-        from app.ui.convert_panel import Converter
         from app.ui.layout import build
+        from app.ui.panels.convert import Converter
 
         converter = Converter()
         page = build(engine, converter, model, draft, cache_settings)
@@ -79,7 +79,7 @@ def _launch(page: "gr.Blocks", port: int | None) -> str:
             strict_cors=True,
             app_kwargs={"middleware": middleware(), "docs_url": None, "redoc_url": None, "openapi_url": None},
             theme=theme(),
-            css=_file("page.css") + _file("views.css"),
+            css=_file("page.css") + _file("views/views.css"),
             head=f"<script>{_file('page.js')}</script>",
         )
     except OSError:

@@ -5,3 +5,11 @@ on one machine. The others hold their part of the model and follow: before every
 to run (`leader`, `follower`), and each runs its part of it (`tensor`: rows and columns of every matrix; `pipeline`:
 some of the layers).
 """
+
+from mlx_llama3.parallel.follower import follow
+from mlx_llama3.parallel.world import World
+
+__all__ = ["World", "follow"]
+
+
+__all__ = ["World", "follow"]

@@ -6,13 +6,13 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_llama3.cache import KVCache
-from mlx_llama3.cache_settings import CacheSettings
 from mlx_llama3.errors import UserError
-from mlx_llama3.model import Transformer
+from mlx_llama3.model.cache.kv_cache import KVCache
+from mlx_llama3.model.cache.settings import CacheSettings
+from mlx_llama3.model.residual import plain
+from mlx_llama3.model.transformer import Transformer
 from mlx_llama3.parallel.leader import fingerprint, load_part
 from mlx_llama3.parallel.world import World
-from mlx_llama3.residual import plain
 
 
 def follow(world: World, find: Callable[[str], Path]) -> None:

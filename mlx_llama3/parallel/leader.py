@@ -19,21 +19,21 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_llama3.cache import KVCache, check_start
-from mlx_llama3.cache_settings import DEFAULT, CacheSettings
-from mlx_llama3.checkpoint import read_settings
-from mlx_llama3.config import ModelArgs
+from mlx_llama3.autotune.choice import asked_way
+from mlx_llama3.checkpoint.folder import read_settings
+from mlx_llama3.checkpoint.loading import load_model
 from mlx_llama3.errors import UserError
-from mlx_llama3.kernels import FUSED
-from mlx_llama3.kernels.choice import asked_way
-from mlx_llama3.loading import load_model
-from mlx_llama3.model import Transformer
+from mlx_llama3.model.cache.kv_cache import KVCache, check_start
+from mlx_llama3.model.cache.settings import DEFAULT, CacheSettings
+from mlx_llama3.model.config import ModelArgs
+from mlx_llama3.model.kernels import FUSED
+from mlx_llama3.model.residual import plain
+from mlx_llama3.model.transformer import Transformer
 from mlx_llama3.parallel.pipeline import PipelinePart, PipelineTransformer
 from mlx_llama3.parallel.tensor import TensorPart
 from mlx_llama3.parallel.world import World, launched, world
-from mlx_llama3.residual import plain
-from mlx_llama3.tokenizer import Tokenizer, load_tokenizer
-from mlx_llama3.wired import hold_wired
+from mlx_llama3.system.wired import hold_wired
+from mlx_llama3.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
 
 @cache

@@ -13,15 +13,15 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_llama3.cache import KVCache
-from mlx_llama3.cache_settings import DEFAULT, CacheSettings
-from mlx_llama3.checkpoint import Checkpoint, CheckpointError
-from mlx_llama3.config import ModelArgs
-from mlx_llama3.model import Transformer
+from mlx_llama3.checkpoint.folder import Checkpoint, CheckpointError
+from mlx_llama3.checkpoint.tensor_shapes import count_weights, expected_shapes
+from mlx_llama3.model.cache.kv_cache import KVCache
+from mlx_llama3.model.cache.settings import DEFAULT, CacheSettings
+from mlx_llama3.model.config import ModelArgs
+from mlx_llama3.model.residual import plain
+from mlx_llama3.model.transformer import Transformer
 from mlx_llama3.parallel.slices import SlicedCheckpoint
 from mlx_llama3.parallel.world import World
-from mlx_llama3.residual import plain
-from mlx_llama3.shapes import count_weights, expected_shapes
 
 
 class PipelinePart:

@@ -10,8 +10,8 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
-from mlx_llama3.checkpoint import Checkpoint, CheckpointError, Quantization, not_finite, weight_files
-from mlx_llama3.shapes import expected_shapes
+from mlx_llama3.checkpoint.folder import Checkpoint, CheckpointError, Quantization, not_finite, weight_files
+from mlx_llama3.checkpoint.tensor_shapes import expected_shapes
 
 ROWS, COLUMNS = 0, 1
 # More than 2 GB in one call is refused by macOS.

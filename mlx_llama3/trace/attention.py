@@ -3,7 +3,7 @@
 import mlx.core as mx
 import numpy as np
 
-from mlx_llama3.model import Attention, Transformer
+from mlx_llama3.model.transformer import Attention, Transformer
 from mlx_llama3.parallel.whole import need_whole
 from mlx_llama3.trace.position import Position
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from mlx_llama3.linear import row
+from mlx_llama3.model.layers.packed_linear import row
 from mlx_llama3.trace.position import Position
 
 

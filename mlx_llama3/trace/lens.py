@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from mlx_llama3.sampling import log_softmax, top_logprobs
+from mlx_llama3.generation.sampling import log_softmax, top_logprobs
 from mlx_llama3.trace.position import Position
 
 # After which branch a state is read, in the order of the axis.

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlx_llama3.cache import KVCache
-from mlx_llama3.decoding import prefill
 from mlx_llama3.errors import UserError
-from mlx_llama3.model import Transformer
-from mlx_llama3.trace.taps import NAMES, tapped
+from mlx_llama3.generation.decoding import prefill
+from mlx_llama3.model.cache.kv_cache import KVCache
+from mlx_llama3.model.hooks.taps import NAMES, tapped
+from mlx_llama3.model.transformer import Transformer
 
 
 @dataclass(frozen=True)

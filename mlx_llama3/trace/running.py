@@ -10,18 +10,18 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_llama3.cache import KVCache
-from mlx_llama3.config import ModelArgs
 from mlx_llama3.errors import UserError
-from mlx_llama3.generation import Step, generate
-from mlx_llama3.memory import check_memory
-from mlx_llama3.model import Transformer
-from mlx_llama3.residual import plain
-from mlx_llama3.tokenizer import Tokenizer
+from mlx_llama3.generation.stream import Step, generate
+from mlx_llama3.model.cache.kv_cache import KVCache
+from mlx_llama3.model.config import ModelArgs
+from mlx_llama3.model.hooks.norms import POINTS, NormCapture
+from mlx_llama3.model.hooks.taps import tapped
+from mlx_llama3.model.residual import plain
+from mlx_llama3.model.transformer import Transformer
+from mlx_llama3.system.memory import check_memory
+from mlx_llama3.tokenizer.tokenizer import Tokenizer
 from mlx_llama3.trace.attention import attention_pattern
-from mlx_llama3.trace.norms import POINTS, NormCapture
 from mlx_llama3.trace.store import MAX_BYTES, Trace
-from mlx_llama3.trace.taps import tapped
 
 SAVE = ("norms", "residuals", "logits", "attention")
 FLOAT32 = 4

@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from mlx_llama3.errors import UserError
-from mlx_llama3.trace.norms import POINTS
+from mlx_llama3.model.hooks.norms import POINTS
 
 FORMAT = "mlx-llama3 trace 1"
 # A trace that claims more than this is refused before anything of it is read.

@@ -2,7 +2,7 @@
 
 import pytest
 
-from app.models import OpenModel, open_model
+from app.options.model import OpenModel, open_model
 
 
 @pytest.fixture(scope="session")

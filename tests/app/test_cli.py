@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from app import chat_command, cli
+from app import cli
+from app.commands import chat as chat_command
 from mlx_llama3.errors import UserError
 
 
@@ -102,7 +103,7 @@ def test_ctrl_c_is_quiet(monkeypatch, capsys) -> None:
 
 def shell(redirection: str, script: str) -> subprocess.CompletedProcess:
     """The script with `cli` and a `chat_command` whose run may be replaced, its streams redirected by a shell."""
-    script = f"import sys; from app import chat_command, cli\n{script}\nsys.exit(cli.main(['chat']))"
+    script = f"import sys; from app import cli; from app.commands import chat as chat_command\n{script}\nsys.exit(cli.main(['chat']))"
     command = ["sh", "-c", f'exec "$@" {redirection}', "sh", sys.executable, "-c", script]
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
@@ -125,7 +126,7 @@ def test_a_full_disk_is_an_error_of_one_line(flush) -> None:
 
 def test_a_reader_that_leaves_is_no_error() -> None:
     script = (
-        "import sys; from app import chat_command, cli\n"
+        "import sys; from app import cli; from app.commands import chat as chat_command\n"
         "chat_command.run = lambda args: print('x' * 100_000, flush=True)\n"
         "sys.exit(cli.main(['chat']))"
     )

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from convert import demo
-from mlx_llama3 import hub
 from mlx_llama3.errors import UserError
+from mlx_llama3.system import hub
 
 SMALL_GGUF = b"GGUF" + bytes(range(256)) * 100
 

@@ -5,12 +5,12 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from convert.compare import compare
-from convert.convert import convert
-from convert.huggingface import open_huggingface
-from convert.open_source import open_source
-from mlx_llama3.loading import load_model
-from mlx_llama3.tokenizer import load_tokenizer
+from convert.conversion.to_mlx import convert
+from convert.sources.huggingface import open_huggingface
+from convert.sources.open import open_source
+from convert.verification.compare import compare
+from mlx_llama3.checkpoint.loading import load_model
+from mlx_llama3.tokenizer.tokenizer import load_tokenizer
 
 MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]
 

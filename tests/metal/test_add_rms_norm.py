@@ -4,9 +4,9 @@ from itertools import cycle
 
 import pytest
 
-from mlx_llama3.kernels import add_rms_norm
-from tests.metal.mutation import unneeded_barriers
-from tests.metal.proof import prove
+from mlx_llama3.model.kernels import add_rms_norm
+from tests.metal_harness.checking.mutation import unneeded_barriers
+from tests.metal_harness.checking.proof import prove
 
 import mlx.core as mx  # isort: skip
 

@@ -5,9 +5,9 @@ from itertools import cycle
 import numpy as np
 import pytest
 
-from mlx_llama3.kernels import rope_qkv
-from mlx_llama3.rope import Freqs
-from tests.metal.proof import prove
+from mlx_llama3.model.kernels import rope_qkv
+from mlx_llama3.model.layers.rope import Freqs
+from tests.metal_harness.checking.proof import prove
 
 import mlx.core as mx  # isort: skip
 

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from quantized_attention import attention64, inputs
 
-from mlx_llama3.kernels import sdpa_quantized
-from mlx_llama3.kv_records import RecordLayout, unpack
-from mlx_llama3.quantized_cache import QuantizedKVCache
-from tests.metal.emulator import emulated
-from tests.metal.mutation import unneeded_barriers
-from tests.metal.proof import Report, prove
+from mlx_llama3.model.cache.quantized import QuantizedKVCache
+from mlx_llama3.model.kernels import sdpa_quantized
+from mlx_llama3.model.kernels.kv_packing import RecordLayout, unpack
+from tests.metal_harness.checking.mutation import unneeded_barriers
+from tests.metal_harness.checking.proof import Report, prove
+from tests.metal_harness.emulator import emulated
 
 import mlx.core as mx  # isort: skip
 

@@ -4,9 +4,9 @@ from itertools import cycle
 
 import pytest
 
-from mlx_llama3.kernels import swiglu_qmv
-from mlx_llama3.linear import PackedLinear
-from tests.metal.proof import prove
+from mlx_llama3.model.kernels import swiglu_qmv
+from mlx_llama3.model.layers.packed_linear import PackedLinear
+from tests.metal_harness.checking.proof import prove
 
 import mlx.core as mx  # isort: skip
 import mlx.nn as nn  # isort: skip

@@ -3,17 +3,17 @@
 import numpy as np
 import pytest
 
-from mlx_llama3 import cpu
-from mlx_llama3.cache_settings import CacheSettings
-from mlx_llama3.kernels import FUSED, REFERENCE
-from mlx_llama3.loading import load_model
-from mlx_llama3.quantized_cache import QuantizedKVCache
-from mlx_llama3.tokenizer import load_tokenizer
-from mlx_llama3.trace.norms import NormCapture
+from mlx_llama3.checkpoint.loading import load_model
+from mlx_llama3.model.cache.quantized import QuantizedKVCache
+from mlx_llama3.model.cache.settings import CacheSettings
+from mlx_llama3.model.hooks.norms import NormCapture
+from mlx_llama3.model.kernels import FUSED, REFERENCE
+from mlx_llama3.model.layers import tiled_linear as cpu
+from mlx_llama3.tokenizer.tokenizer import load_tokenizer
 
 import mlx.core as mx  # isort: skip
 
-from tests.metal.emulator import emulated
+from tests.metal_harness.emulator import emulated
 
 TOKENS = 12
 

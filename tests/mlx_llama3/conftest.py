@@ -3,8 +3,8 @@
 import pytest
 from tokenizer_samples import META_MODEL
 
-from mlx_llama3.tokenizer import Tokenizer
-from mlx_llama3.vocabulary import Vocabulary
+from mlx_llama3.tokenizer.tokenizer import Tokenizer
+from mlx_llama3.tokenizer.vocabulary.vocabulary import Vocabulary
 
 
 @pytest.fixture(scope="session")

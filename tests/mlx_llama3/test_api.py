@@ -4,8 +4,9 @@ import pytest
 from tiny_models import tiny_args, write_folder
 
 import mlx_llama3
-from mlx_llama3 import api, loading
+from mlx_llama3 import api
 from mlx_llama3.api import load_folder
+from mlx_llama3.checkpoint import loading
 from mlx_llama3.errors import UserError
 
 import mlx.core as mx  # isort: skip

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from mlx_llama3.trace.taps import tapped
+from mlx_llama3.model.hooks.taps import tapped
 
 import mlx.core as mx  # isort: skip
 

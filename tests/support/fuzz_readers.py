@@ -27,10 +27,10 @@ import tiny_gguf
 from gguf_builder import gguf_bytes
 from torch_zip import bf16_bits, contiguous, table, tensor, write_pth, write_zip
 
-from convert.gguf import open_gguf
-from convert.pth import read_pth
-from convert.safetensors_file import read_safetensors
-from convert.state_pickle import StatePickle
+from convert.sources.gguf import open_gguf
+from convert.storage.safetensors_reader import read_safetensors
+from convert.storage.torch_pickle import StatePickle
+from convert.storage.torch_zip import read_pth
 from mlx_llama3.errors import UserError
 
 SECONDS = 1.0

@@ -4,11 +4,11 @@ import hashlib
 import json
 from pathlib import Path
 
-from convert.gguf_reader import read_header
-from convert.open_source import open_source
-from convert.to_gguf import write_model
-from mlx_llama3.byte_level import ALPHABET
-from mlx_llama3.vocabulary import Vocabulary
+from convert.conversion.to_gguf import write_model
+from convert.gguf.reader import read_header
+from convert.sources.open import open_source
+from mlx_llama3.tokenizer.vocabulary.byte_level import ALPHABET
+from mlx_llama3.tokenizer.vocabulary.vocabulary import Vocabulary
 
 DATA = Path(__file__).parent.parent / "data"
 RECORD = json.loads((DATA / "llama-cpp.json").read_text())

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from mlx_llama3.kv_records import RecordLayout, pack, unpack
+from mlx_llama3.model.kernels.kv_packing import RecordLayout, pack, unpack
 
 import mlx.core as mx  # isort: skip
 

@@ -13,18 +13,18 @@ import mlx_llama3  # first: it puts a fast BLAS in place before MLX is loaded  #
 
 import mlx.core as mx  # isort: skip
 
-from mlx_llama3.cache import KVCache
-from mlx_llama3.cache_settings import CacheSettings
-from mlx_llama3.decoding import prefill
-from mlx_llama3.loading import load_model
-from mlx_llama3.model import Transformer
+from mlx_llama3.checkpoint.loading import load_model
+from mlx_llama3.generation.decoding import prefill
+from mlx_llama3.generation.sampling import Sampler, Sampling
+from mlx_llama3.model.cache.kv_cache import KVCache
+from mlx_llama3.model.cache.settings import CacheSettings
+from mlx_llama3.model.hooks.edits import Scale, edited
+from mlx_llama3.model.transformer import Transformer
 from mlx_llama3.parallel.follower import follow
 from mlx_llama3.parallel.leader import leader
 from mlx_llama3.parallel.whole import is_part
 from mlx_llama3.parallel.world import world
-from mlx_llama3.sampling import Sampler, Sampling
 from mlx_llama3.trace.attention import attention_from
-from mlx_llama3.trace.edits import Scale, edited
 from mlx_llama3.trace.neurons import neurons
 from mlx_llama3.trace.position import Position, look
 

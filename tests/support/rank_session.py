@@ -10,11 +10,11 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from app.models import load_found
-from app.ranks import in_front
-from app.ui.answering import answer
-from app.ui.session import Asked, Sessions
-from mlx_llama3.engine import Engine
+from app.options.model import load_found
+from app.options.ranks import in_front
+from app.ui.session.answering import answer
+from app.ui.session.mlx_thread import Engine
+from app.ui.session.session import Asked, Sessions
 from mlx_llama3.trace.lens import logit_lens
 
 

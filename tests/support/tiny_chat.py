@@ -8,9 +8,10 @@ import sys
 
 from watched_model import WatchedModel
 
-from app import chat, cli
-from app.models import OpenModel
-from mlx_llama3.tokenizer import load_tokenizer
+from app import cli
+from app.chat import loop as chat
+from app.options.model import OpenModel
+from mlx_llama3.tokenizer.tokenizer import load_tokenizer
 
 
 class Repeats(list):

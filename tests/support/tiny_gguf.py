@@ -8,10 +8,10 @@ import gguf
 import numpy as np
 from gguf_builder import TOKENIZER, TOKENS, Entry, encoded, gguf_bytes, to_interleaved
 
-from convert.gguf_types import LAYOUTS, TYPE_NUMBERS
-from mlx_llama3.config import ModelArgs
-from mlx_llama3.names import hf_to_gguf
-from mlx_llama3.shapes import expected_shapes
+from convert.gguf.types import LAYOUTS, TYPE_NUMBERS
+from mlx_llama3.checkpoint.tensor_names import hf_to_gguf
+from mlx_llama3.checkpoint.tensor_shapes import expected_shapes
+from mlx_llama3.model.config import ModelArgs
 
 ARGS = ModelArgs(
     dim=256, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=64, hidden_dim=512, vocab_size=len(TOKENS), norm_eps=1e-5,

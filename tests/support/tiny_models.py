@@ -9,10 +9,10 @@ import mlx_llama3  # first: it puts a fast BLAS in place before MLX is loaded  #
 
 import mlx.core as mx  # isort: skip
 
-from mlx_llama3.config import ModelArgs, to_hf
-from mlx_llama3.loading import load_model
-from mlx_llama3.model import Transformer
-from mlx_llama3.shapes import expected_shapes
+from mlx_llama3.checkpoint.loading import load_model
+from mlx_llama3.checkpoint.tensor_shapes import expected_shapes
+from mlx_llama3.model.config import ModelArgs, to_hf
+from mlx_llama3.model.transformer import Transformer
 
 ARGS = ModelArgs(
     dim=64,

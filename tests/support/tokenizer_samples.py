@@ -6,7 +6,7 @@ from pathlib import Path
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from mlx_llama3.byte_level import to_text
+from mlx_llama3.tokenizer.vocabulary.byte_level import to_text
 
 META_MODEL = Path(str(files("llama_models.llama3") / "tokenizer.model"))
 

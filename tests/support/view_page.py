@@ -11,12 +11,13 @@ from typing import Any
 import gradio as gr
 import numpy as np
 
-from app.models import OpenModel
-from app.ui import heat, views
-from app.ui.services import Services
-from app.ui.session import Asked, Session, Sessions
+from app.options.model import OpenModel
+from app.ui import views
+from app.ui.heat_map import heat_map as heat
+from app.ui.session.mlx_thread import Engine
+from app.ui.session.services import Services
+from app.ui.session.session import Asked, Session, Sessions
 from app.ui.theme import theme
-from mlx_llama3.engine import Engine
 from mlx_llama3.trace.store import Trace
 
 QUESTION = "What is the capital of France?"
@@ -55,7 +56,7 @@ class ViewPage:
             ssr_mode=False,
             run_history=False,
             theme=theme(),
-            css=files("app.ui").joinpath("views.css").read_text(encoding="utf-8"),
+            css=files("app.ui.views").joinpath("views.css").read_text(encoding="utf-8"),
         )
 
     def new_session(self) -> Session:

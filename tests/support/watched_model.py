@@ -5,7 +5,7 @@ from typing import Any
 import mlx.core as mx
 from tiny_models import tiny_args
 
-from mlx_llama3.model import Transformer
+from mlx_llama3.model.transformer import Transformer
 
 
 class WatchedModel(Transformer):

@@ -178,7 +178,7 @@ def view_server(demo_folder, data_folder, address):
     """
     from view_page import QUESTION, view_page
 
-    from app.models import open_model
+    from app.options.model import open_model
 
     with view_page(lambda: open_model("demo")) as server:
         server.say(QUESTION)

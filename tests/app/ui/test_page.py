@@ -4,9 +4,9 @@ import json
 import re
 import time
 
-from app.ui import convert_panel
-from app.ui.conversations_panel import Conversations
-from convert.convert import convert
+from app.ui.panels import convert as convert_panel
+from app.ui.panels.conversations import Conversations
+from convert.conversion.to_mlx import convert
 
 # Set in the page: when Escape was pressed, and when Send was there again.
 WATCH_STOP = """() => {

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from tiny_models import quantized, random_weights, tiny_args, write_folder
 
-from mlx_llama3.config import ModelArgs
+from mlx_llama3.model.config import ModelArgs
 
 # 321 rows do not divide by 2 or 4, nor do the 5 groups of 160 columns.
 SHAPES: dict[str, dict[str, Any]] = {

@@ -10,9 +10,9 @@ from tiny_models import tiny_args
 
 import mlx.core as mx  # isort: skip
 
-from mlx_llama3.cache import KVCache
-from mlx_llama3.cache_settings import CacheSettings
 from mlx_llama3.errors import UserError
+from mlx_llama3.model.cache.kv_cache import KVCache
+from mlx_llama3.model.cache.settings import CacheSettings
 from mlx_llama3.parallel import leader
 from mlx_llama3.parallel.leader import Leader, LeadTransformer, Ticket
 

@@ -3,8 +3,8 @@
 import pytest
 from tiny_models import tiny_args
 
+from benchmarks.parallel_fit import bytes_a_rank, known_args
 from mlx_llama3.errors import UserError
-from mlx_llama3.parallel.fit import bytes_a_rank, known_args
 from mlx_llama3.parallel.pipeline import layer_counts
 
 

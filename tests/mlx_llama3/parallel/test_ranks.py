@@ -13,7 +13,7 @@ from tiny_models import random_weights, tiny_args, write_folder
 
 import mlx.core as mx  # isort: skip
 
-from mlx_llama3.loading import load_model
+from mlx_llama3.checkpoint.loading import load_model
 
 # Sums in another order; the logits are of the order of 3.
 TOLERANCE = 1e-4

@@ -7,7 +7,7 @@ from tiny_models import quantized, random_weights, tiny_args, write_folder
 
 import mlx.core as mx  # isort: skip
 
-from mlx_llama3.checkpoint import Checkpoint
+from mlx_llama3.checkpoint.folder import Checkpoint
 from mlx_llama3.errors import UserError
 from mlx_llama3.parallel import slices
 from mlx_llama3.parallel.slices import COLUMNS, ROWS, Cut, SlicedCheckpoint

@@ -7,11 +7,11 @@ from tiny_models import tiny_args, tiny_model
 
 import mlx_llama3.trace
 from mlx_llama3.errors import UserError
-from mlx_llama3.generation import generate
+from mlx_llama3.generation.stream import generate
+from mlx_llama3.model.hooks.edits import Scale, edited
+from mlx_llama3.model.hooks.norms import POINTS
 from mlx_llama3.trace import running
 from mlx_llama3.trace.attention import attention_pattern
-from mlx_llama3.trace.edits import Scale, edited
-from mlx_llama3.trace.norms import POINTS
 from mlx_llama3.trace.store import load_trace
 
 import mlx.core as mx  # isort: skip
@@ -92,7 +92,7 @@ def test_steps_are_told(model, tokenizer):
 
 
 def test_memory_is_checked_before_anything_runs(model, tokenizer, monkeypatch):
-    monkeypatch.setattr("mlx_llama3.memory.available_memory", lambda: 1000)
+    monkeypatch.setattr("mlx_llama3.system.memory.available_memory", lambda: 1000)
     monkeypatch.setattr(running, "generate", lambda *a, **k: pytest.fail("it ran"))
     with pytest.raises(UserError, match="a trace of 105 tokens with attention.*GB.*save less"):
         running.run(model, tokenizer, IDS, max_tokens=100, save=["attention"])

@@ -7,7 +7,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from mlx_llama3.errors import UserError
-from mlx_llama3.trace.norms import POINTS
+from mlx_llama3.model.hooks.norms import POINTS
 from mlx_llama3.trace.store import FORMAT, Trace, load_trace
 
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from mlx_llama3.loading import load_model
+from mlx_llama3.checkpoint.loading import load_model
+from mlx_llama3.model.hooks.norms import POINTS, NormCapture
 from mlx_llama3.trace.attention import attention_from
-from mlx_llama3.trace.norms import POINTS, NormCapture
 from mlx_llama3.trace.position import look
 
 import mlx.core as mx  # isort: skip

@@ -5,9 +5,9 @@ import pytest
 from all_states import all_states
 from tiny_models import quantized, random_weights, tiny_args, tiny_model, write_folder
 
-from mlx_llama3 import loading
+from mlx_llama3.checkpoint import loading
+from mlx_llama3.checkpoint.loading import load_model
 from mlx_llama3.errors import UserError
-from mlx_llama3.loading import load_model
 from mlx_llama3.trace.attention import attention_from, attention_pattern
 from mlx_llama3.trace.attribution import attribute, promoted
 from mlx_llama3.trace.lens import logit_lens

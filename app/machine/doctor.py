@@ -1,0 +1,93 @@
+"""What `mlx-llama3 doctor` finds: the machine, and what a model is on it."""
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+from app.machine import dispatches
+from app.machine.doctor_text import lines
+from app.machine.machine import this_machine
+from app.options.model import OpenModel, open_model
+from mlx_llama3.autotune.choice import NAMES, Choice, asked_way, has_metal, use_chosen
+from mlx_llama3.autotune.decisions import Decision
+from mlx_llama3.errors import UserError
+from mlx_llama3.model.cache.memory import bytes_a_token, context_bytes
+from mlx_llama3.model.cache.settings import KV_BITS, CacheSettings
+from mlx_llama3.model.kernels import FUSED, REFERENCE
+from mlx_llama3.system.hub import DEMO, demo_folder
+from mlx_llama3.system.memory import free_memory
+
+import mlx.core as mx  # isort: skip
+from mlx.utils import tree_flatten  # isort: skip
+
+
+def doctor(name: str | None, *, as_json: bool) -> int:
+    """Look at the machine and the named model, and print; returns the exit code, 2 for a model that does not load.
+
+    name: None is the demo model, or no model if that was never fetched. Raises `UserError` as `asked_way`.
+    """
+    found = examine(name or (DEMO if demo_folder().exists() else None))
+    print(json.dumps(found, ensure_ascii=False, indent=1) if as_json else "\n".join(lines(found)))
+    return 2 if found["error"] else 0
+
+
+def examine(name: str | None) -> dict[str, Any]:
+    """Everything, as JSON has it; sizes in bytes, speeds in 10**9 bytes a second."""
+    way, machine = asked_way(), asdict(this_machine())  # before a model takes its memory
+    opened, error = None, None
+    try:
+        opened = None if name is None else open_model(name)
+    except UserError as fault:  # a report without the model is of use all the same
+        error = str(fault)
+    choice = _choice(opened)
+    return {
+        "machine": machine,
+        "model": opened and _model(opened),
+        "error": error,
+        "kernels": {"asked": way, **{kernel: asdict(choice.decisions[kernel]) for kernel in NAMES}},
+        "dispatches": [
+            {
+                "part": row.part,
+                "references": row.count(REFERENCE),
+                "kernels": row.count(FUSED),
+                "in use": row.count(choice.kernels),
+            }
+            for row in dispatches.ROWS
+        ],
+    }
+
+
+def _choice(opened: OpenModel | None) -> Choice:
+    if opened is not None:
+        return use_chosen(opened.model)
+    why = "not tried without a model" if has_metal() else "there is no Metal here"
+    return Choice(REFERENCE, {name: Decision("absent", why) for name in NAMES})
+
+
+def _model(opened: OpenModel) -> dict[str, Any]:
+    args, dtype = opened.model.args, opened.model.norm.weight.dtype
+    parameters = dict(tree_flatten(opened.model.parameters()))
+    return {
+        "name": opened.name,
+        "layers": args.n_layers,
+        "dim": args.dim,
+        "dtype": str(dtype).removeprefix("mlx.core."),
+        "weights": sum(weight.nbytes for weight in parameters.values()),
+        "context": args.max_seq_len,
+        "caches": [_cache(opened, dtype, bits) for bits in (None, *sorted(KV_BITS, reverse=True))],
+    }
+
+
+def _cache(opened: OpenModel, dtype: mx.Dtype, kv_bits: int | None) -> dict[str, Any]:
+    """What a cache of this kind takes, and how many tokens the memory that is left would hold; or why there is none."""
+    args, settings = opened.model.args, CacheSettings(kv_bits=kv_bits)
+    try:
+        a_token = bytes_a_token(args, dtype, settings)
+    except UserError as error:
+        return {"kv_bits": kv_bits, "error": str(error)}
+    return {
+        "kv_bits": kv_bits,
+        "bytes a token": a_token,
+        "full context": context_bytes(args, dtype, args.max_seq_len, settings),
+        "fits": min(args.max_seq_len, free_memory() // a_token),
+    }

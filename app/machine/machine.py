@@ -1,0 +1,67 @@
+"""What `doctor` and `bench` say about the machine."""
+
+import importlib.util
+import os
+import platform
+import sys
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+import mlx_llama3  # first: it puts a fast BLAS in place before MLX is loaded
+
+import mlx.core as mx  # isort: skip
+
+from app.machine.apple_chips import bandwidth
+from mlx_llama3.autotune.choice import has_metal
+from mlx_llama3.system.memory import available_memory
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Facts of this machine and process.
+
+    memory: bytes of all memory. available: bytes that a model may take. bandwidth: of the chip by Apple's
+    specification, 10**9 bytes a second; None if that is not known.
+    """
+
+    chip: str
+    memory: int
+    available: int
+    bandwidth: float | None
+    system: str
+    python: str
+    version: str
+    mlx: str
+    mlx_lm: str | None
+    metal: bool
+
+
+def this_machine() -> Machine:
+    """The facts of this one."""
+    chip = str(mx.device_info()["device_name"])
+    return Machine(
+        chip,
+        os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        available_memory(),
+        bandwidth(chip),
+        _system(),
+        f"{platform.python_version()} ({platform.machine()})",
+        mlx_llama3.__version__,
+        mx.__version__,
+        mlx_lm_version(),
+        has_metal(),
+    )
+
+
+def mlx_lm_version() -> str | None:
+    """Of mlx-lm; None if it is not installed."""
+    try:
+        return version("mlx-lm") if importlib.util.find_spec("mlx_lm") else None
+    except PackageNotFoundError:
+        return None
+
+
+def _system() -> str:
+    if sys.platform == "darwin":
+        return f"macOS {platform.mac_ver()[0]}"
+    return f"{platform.system()} {platform.release()}"

@@ -1,0 +1,45 @@
+"""`--draft` and `--draft-tokens`: from the options to what drafts for an open model."""
+
+import argparse
+from pathlib import Path
+from typing import NamedTuple
+
+from app.options.model import OpenModel, find_model, told
+from mlx_llama3.api import NGRAM, load_draft_folder, ngram_draft
+from mlx_llama3.errors import UserError
+from mlx_llama3.generation.speculative.speculation import Speculation, check_tokens
+
+
+class Drafting(NamedTuple):
+    """What `--draft` and `--draft-tokens` ask for."""
+
+    name: str
+    tokens: int | None
+
+    @property
+    def needs_model(self) -> bool:
+        """Whether a second model drafts."""
+        return self.name != NGRAM
+
+    def open(self, opened: OpenModel) -> Speculation:
+        """Fetch what is missing, compare the tokenizers, load. Raises `UserError` as `load_draft` does."""
+        if not self.needs_model:
+            return ngram_draft(self.tokens)
+        title, folder = find_model(self.name)
+        with told(f"Loading {title} ..."):
+            return self.load(opened, folder)
+
+    def load(self, opened: OpenModel, folder: Path) -> Speculation:
+        """As `open`, for a draft model that is there."""
+        return load_draft_folder(folder, opened.model, opened.tokenizer, tokens=self.tokens)
+
+
+def asked_draft(args: argparse.Namespace) -> Drafting | None:
+    """What the command line asks for. Raises `UserError` for what can be refused before a model is loaded."""
+    if args.draft is None:
+        if args.draft_tokens is not None:
+            raise UserError("--draft-tokens needs --draft: a smaller model, or ngram")
+        return None
+    if args.draft_tokens is not None:
+        check_tokens(args.draft_tokens, "--draft-tokens")
+    return Drafting(args.draft, args.draft_tokens)

@@ -1,0 +1,57 @@
+"""From `--model` to a loaded model and its tokenizer, telling what happens meanwhile."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from convert.demo import demo_model
+from mlx_llama3.api import load_folder
+from mlx_llama3.model.transformer import Transformer
+from mlx_llama3.parallel.leader import leader
+from mlx_llama3.system.hub import DEMO, demo_folder, resolve
+from mlx_llama3.tokenizer.tokenizer import Tokenizer
+
+
+class OpenModel(NamedTuple):
+    """A model ready for use, and the name to show for it."""
+
+    name: str
+    model: Transformer
+    tokenizer: Tokenizer
+
+
+def open_model(name: str) -> OpenModel:
+    """Fetch what is missing and load. Raises `UserError` in all the ways in which a model can be absent or broken."""
+    title, folder = find_model(name)
+    with told(f"Loading {title} ..."):
+        return load_found(title, folder)
+
+
+def find_model(name: str, on_progress: Callable[[int, int], None] | None = None) -> tuple[str, Path]:
+    """The name to show for a model and its folder; fetches what is missing. on_progress: as for `resolve`."""
+    folder = demo_model() if name == DEMO else resolve(name, on_progress)
+    is_local = name == DEMO or folder == Path(name).expanduser()
+    return folder.resolve().name if is_local else name, folder
+
+
+def load_found(title: str, folder: Path) -> OpenModel:
+    """Load the model of a folder, or this rank's part of it. Raises `UserError` if it is broken or too large."""
+    lead = leader()
+    if lead is None:
+        return OpenModel(title, *load_folder(folder))
+    return OpenModel(title, *lead.load(DEMO if folder == demo_folder() else title, folder))
+
+
+@contextmanager
+def told(what: str) -> Iterator[None]:
+    """Show a line while something takes its time; only on a terminal, where it can be wiped again."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    print(what, end="", file=sys.stderr, flush=True)
+    try:
+        yield
+    finally:
+        print("\r" + " " * len(what) + "\r", end="", file=sys.stderr, flush=True)

@@ -1,0 +1,128 @@
+"""Prompt caches on disk: made by `mlx-llama3 cache`, used by `--prompt-cache`."""
+
+import argparse
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from app.options.model import OpenModel, open_model
+from app.options.options import cache_settings, option
+from app.options.prompt import room_for_answer
+from mlx_llama3.conversation import prompt_cache
+from mlx_llama3.conversation.conversation import Conversation
+from mlx_llama3.conversation.system_prefix import keep_head, prompt_head
+from mlx_llama3.errors import UserError
+from mlx_llama3.generation.decoding import prefill
+from mlx_llama3.model.cache.prefix import PrefixCache, common_length
+from mlx_llama3.model.cache.settings import CacheSettings
+from mlx_llama3.system.files import read_text
+from mlx_llama3.tokenizer.tokenizer import Tokenizer
+
+
+def write(args: argparse.Namespace) -> None:
+    """What `mlx-llama3 cache` does. Raises `UserError`; what can be refused without the model is refused before it."""
+    if args.system is not None and args.place != "user":
+        raise UserError(f"--system does not go with --as {args.place}, which says everything itself")
+    prompt_cache.check_target(args.out)
+    text, settings = read_text(args.prompt_file), cache_settings(args)
+    if not text.strip():
+        raise UserError(f"{args.prompt_file} is empty; there is nothing to remember")
+    opened = open_model(args.model)
+    ids = beginning(opened.tokenizer, text, args.place, args.system)
+    room_for_answer(opened.model, ids, args.context)
+    if args.place != "raw":
+        settings = keep_head(settings, opened.tokenizer, text if args.place == "system" else args.system)
+    held = PrefixCache(opened.model, settings)
+    with _ended_at_once():
+        mx.eval(prefill(opened.model, ids, held.layers, on_prefill=_reading), [layer.state for layer in held.layers])
+    held.record(ids)
+    prompt_cache.save(args.out, held, opened.model, opened.tokenizer, name=opened.name)
+    print(f"{args.out}: {len(ids)} tokens, {args.out.stat().st_size / 1e6:.1f} MB")
+
+
+@contextmanager
+def _ended_at_once() -> Iterator[None]:
+    """Within, Ctrl-C ends the process itself: Python would hear of it only when MLX is done with a chunk of the prompt,
+    after seconds. Nothing is written yet that would have to be put in order.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if handler is signal.default_int_handler:  # a shell has its background jobs ignore it
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
+def beginning(tokenizer: Tokenizer, text: str, place: str, system: str | None) -> list[int]:
+    """The ids with which every prompt begins that has `text` in this place, whatever follows it there."""
+    if place == "raw":
+        return tokenizer.encode(text, bos=True)
+    if place == "system":
+        return prompt_head(tokenizer, text)
+    before = [{"role": "system", "content": system}] if system else []
+    prompts = [tokenizer.encode_chat([*before, {"role": "user", "content": text + more}]) for more in ("", "\n?")]
+    return prompts[0][: common_length(*prompts)]
+
+
+def asked_cache(args: argparse.Namespace) -> CacheSettings:
+    """How the options want the model to remember. Raises `UserError` for what can be refused before it is loaded."""
+    if args.prompt_cache is not None:
+        if getattr(args, "scale", None):
+            raise UserError("--prompt-cache does not go with --scale: under an edit the model remembers something else")
+        prompt_cache.check(args.prompt_cache)
+    return cache_settings(args)
+
+
+def open_cache(
+    path: Path | None, asked: CacheSettings, opened: OpenModel, messages: list[dict[str, Any]] | None
+) -> PrefixCache:
+    """The cache of `--prompt-cache`, or an empty one; for one answer to `messages` (None: plain text)."""
+    if path is not None:
+        return _load(path, opened, asked)
+    if messages is not None:
+        system = messages[0]["content"] if messages[0]["role"] == "system" else None
+        asked = keep_head(asked, opened.tokenizer, system)
+    return PrefixCache(opened.model, asked)
+
+
+def _load(path: Path, opened: OpenModel, asked: CacheSettings) -> PrefixCache:
+    """Raises `UserError` if the file is not for this model, or if other options ask for another kind of cache."""
+    held = prompt_cache.load(path, opened.model, opened.tokenizer)
+    for name in ("max_kv_size", "kv_bits"):
+        wanted, there = getattr(asked, name), getattr(held.settings, name)
+        if wanted not in (None, there):
+            made = f"with {option(name)} {there}" if there else f"without {option(name)}"
+            raise UserError(f"{path} was made {made}, not {wanted}; leave the option out, or {prompt_cache.REMAKE}")
+    return held
+
+
+def reuse(path: Path | None, held: PrefixCache, ids: list[int]) -> list[int]:
+    """The ids still to feed of a prompt; says on standard error how much of it the file saves."""
+    before = len(held.ids)
+    new = held.reuse(ids)
+    if path is not None:
+        saved = len(ids) - len(new)
+        print(f"({path} saves {saved} of the prompt's {len(ids)} tokens; it holds {before})", file=sys.stderr)
+    return new
+
+
+def adopt(path: Path | None, opened: OpenModel, conversation: Conversation) -> None:
+    """Have a conversation go on from the file of `--prompt-cache`, if there is one; tells how much agrees so far."""
+    if path is None:
+        return
+    held = _load(path, opened, conversation.cache_settings)
+    start = conversation.ids or prompt_head(opened.tokenizer, conversation.system)
+    common = common_length(held.ids, start)
+    print(f"({path}: {common} of its {len(held.ids)} tokens begin this chat)", file=sys.stderr)
+    conversation.adopt(held)
+
+
+def _reading(done: int, total: int) -> None:
+    if sys.stderr.isatty():
+        print(f"\rreading: {done} of {total} tokens", end="\n" if done == total else "", file=sys.stderr, flush=True)

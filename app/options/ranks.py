@@ -1,0 +1,97 @@
+"""A command on several machines: `mlx.launch` starts it on each of them, rank 0 runs it, the others follow.
+
+Without a launcher nothing of this is imported.
+"""
+
+import argparse
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from typing import IO
+
+# What runs on several ranks.
+SHARED = ("chat", "generate", "trace", "app")
+
+
+def add_ranks_options(parser: argparse.ArgumentParser) -> None:
+    """`--pipeline`."""
+    parser.add_argument(
+        "--pipeline",
+        action="store_true",
+        help="under mlx.launch: split the model by layers, not by heads (docs/distributed.md)",
+    )
+
+
+@contextlib.contextmanager
+def in_front(args: argparse.Namespace) -> Iterator[bool]:
+    """Whether to run the command here: True in a single process and on rank 0.
+
+    On the other ranks False, after they have followed rank 0 to its end. Raises `UserError` for what cannot be split.
+    """
+    from mlx_llama3.errors import UserError
+
+    if not _launched():
+        if getattr(args, "pipeline", False):
+            raise UserError("--pipeline splits the layers over several machines; start them with mlx.launch")
+        yield True
+        return
+    from mlx_llama3.parallel.world import world
+
+    if world().rank:
+        _follow()
+        yield False
+    else:
+        with _leading(args):
+            yield True
+
+
+def _launched() -> bool:
+    if not os.environ.get("MLX_RANK"):  # before MLX is imported for nothing
+        return False
+    from mlx_llama3.parallel.world import launched
+
+    return launched()
+
+
+@contextlib.contextmanager
+def _leading(args: argparse.Namespace) -> Iterator[None]:
+    from mlx_llama3.errors import UserError
+    from mlx_llama3.parallel.leader import leader
+
+    lead = leader()
+    lead.pipeline = getattr(args, "pipeline", False)
+    with lead.world.connections.watched(0):
+        try:
+            if args.command not in SHARED:
+                raise UserError(f"{args.command} runs in one process; start it without mlx.launch")
+            if getattr(args, "prompt_cache", None) is not None:
+                raise UserError("--prompt-cache needs the whole model in one process; start it without mlx.launch")
+            yield
+        finally:
+            lead.end()
+
+
+def _follow() -> None:
+    from app.options.model import find_model
+    from mlx_llama3.parallel.follower import follow
+    from mlx_llama3.parallel.world import world
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0, which perhaps only stops an answer
+    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+    with contextlib.redirect_stdout(_nowhere()):
+        follow(world(), lambda name: find_model(name)[1])
+
+
+@contextlib.contextmanager
+def quiet_unless_in_front() -> Iterator[None]:
+    """Around the reading of arguments, whose faults and help every rank would print."""
+    if os.environ.get("MLX_RANK", "0") == "0":
+        yield
+        return
+    with contextlib.redirect_stdout(_nowhere()), contextlib.redirect_stderr(_nowhere()):
+        yield
+
+
+def _nowhere() -> IO[str]:
+    return open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115

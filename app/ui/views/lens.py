@@ -1,0 +1,185 @@
+"""Lens and attention: what the model would say at every layer, where it looks, and what moved its next token."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import gradio as gr
+import numpy as np
+
+from app.ui import markup
+from app.ui.heat_map.heat_map import heat_map, rows_value
+from app.ui.session.selection import Cell, Selection, told
+from app.ui.session.session import Session
+from app.ui.views import lens_tables
+from app.ui.views.inspection import Inspection, inspect
+
+TAB = "Lens & attention"
+_WHAT = """
+**Logit lens** (nostalgebraist 2020): the stream at each layer, put through the final norm and the head, as if the model
+stopped there. Stronger colour is more probable; *rank* is the place of the token that is asked about, *nats* the
+entropy. At the last layer it is the model's own prediction.
+
+**Attention**: how much of each head's attention at this token goes to each earlier one. It is recomputed as softmax(QK)
+from the cache, because the fused kernel gives no weights. Many heads rest on the first token; it is hidden until you
+ask for it.
+
+**Attribution** (direct logit attribution, Elhage et al. 2021): the logit is a sum over the embedding and all updates,
+once the final norm's scale is held at its value. It tells direct effects only, not what a layer did through later ones.
+**Promoted** is the same for the selected layer's updates, over all tokens.
+"""
+_PICK = "Select a cell in the Live tab: this looks into that layer at that token."
+
+
+@dataclass(frozen=True)
+class _Panel:
+    """The components that show one inspection, and those that a pinned one adds."""
+
+    head: gr.HTML
+    target: gr.Dropdown
+    pin: gr.Button
+    lens: gr.HTML
+    attribution: gr.HTML
+    promoted: gr.HTML
+    by_head: gr.Checkbox
+    heads: gr.HTML
+    attention: gr.HTML
+    pinned_attention: gr.HTML
+
+    @property
+    def all(self) -> list[Any]:
+        """In the order of `_Draw`'s values."""
+        return [getattr(self, name) for name in self.__dataclass_fields__]
+
+
+def build(selection: Selection) -> None:
+    """Make the view in the current tab and wire it."""
+    panel, pinned = _components(), gr.State(None)
+    with gr.Accordion("What is this?", open=False):
+        gr.Markdown(_WHAT)
+    draw, ids = _Draw(selection), selection.services.session_id
+    selection.redraw(TAB, draw.cell, panel.all, [pinned, panel.by_head])
+    quiet = {"show_progress": "hidden", "trigger_mode": "multiple"}
+    asked = [ids, panel.target, pinned, panel.by_head]
+    for control in (panel.target, panel.by_head):
+        control.input(draw.asked, asked, panel.all, **quiet)
+    panel.pin.click(draw.pin, [ids, panel.target, pinned], [pinned], **quiet).success(
+        draw.asked, asked, panel.all, **quiet
+    )
+
+
+def _components() -> _Panel:
+    hidden: dict[str, Any] = {"visible": False}
+    with gr.Row(elem_classes="view-row"):
+        head = gr.HTML(markup.empty(_PICK), elem_id="lens-head")
+        target = gr.Dropdown(label="Next token asked about", elem_id="lens-target", min_width=280, scale=0, **hidden)
+        pin = gr.Button("Pin", size="sm", elem_id="lens-pin", min_width=70, scale=0, **hidden)
+    with gr.Tabs(elem_id="lens-parts"):
+        with gr.Tab("Logit lens"):
+            lens = gr.HTML(elem_id="lens-table")
+        with gr.Tab("Attribution"):
+            by_head = gr.Checkbox(False, label="by head", elem_id="lens-by-head", container=False, **hidden)
+            attribution = gr.HTML(elem_id="lens-attribution")
+            heads = heat_map(
+                "Direct logit attribution by head",
+                points=(("attribution", "Heads", "What each head adds to the logit"),),
+                column="head",
+                unit="added to the logit",
+                signed=True,
+                hide_first=None,
+                follow=False,
+                height="380px",
+                elem_id="heads-heat",
+                file="mlx-llama3-heads",
+                **hidden,
+            )
+        with gr.Tab("Promoted"):
+            promoted = gr.HTML(elem_id="lens-promoted")
+    attention, pinned_attention = (_attention_heat(name) for name in ("attention-heat", "pinned-attention-heat"))
+    return _Panel(head, target, pin, lens, attribution, promoted, by_head, heads, attention, pinned_attention)
+
+
+def _attention_heat(elem_id: str) -> gr.HTML:
+    return heat_map(
+        "Attention of every head",
+        points=(("attention", "Attention", "Share of the head's attention"),),
+        row="head",
+        column="key",
+        unit="of each head's attention",
+        log=False,
+        height="210px",
+        visible=False,
+        elem_id=elem_id,
+        file="mlx-llama3-attention",
+    )
+
+
+@dataclass(frozen=True)
+class _Draw:
+    """What the events do; values for `_Panel.all`."""
+
+    selection: Selection
+
+    def cell(self, _: Session | None, cell: Cell | None, pinned: Inspection | None, by_head: bool) -> list[Any]:
+        """The selected cell, asked about the token that came next."""
+        return self._show(cell, None, pinned, by_head)
+
+    def asked(self, session_id: str, target: int | None, pinned: Inspection | None, by_head: bool) -> list[Any]:
+        """The selected cell, asked about `target`."""
+        return told(self.selection.services, self._show, self.selection.find(session_id), target, pinned, by_head)
+
+    def pin(self, session_id: str, target: int | None, pinned: Inspection | None) -> Inspection | None:
+        """Keep what is shown now beside what comes next; or let go of what was kept."""
+        cell = self.selection.find(session_id)
+        if pinned is not None or cell is None:
+            return None
+        return told(self.selection.services, self.selection.services.engine.run, inspect, cell, target)
+
+    def _show(self, cell: Cell | None, target: int | None, pinned: Inspection | None, by_head: bool) -> list[Any]:
+        if cell is None:
+            hidden = gr.update(visible=False)
+            return [markup.empty(_PICK), hidden, hidden, "", "", "", hidden, hidden, hidden, hidden]
+        found = self.selection.services.engine.run(inspect, cell, target)
+        both = [found] if pinned is None else [found, pinned]
+        attribution = "" if by_head else _side_by_side(both, lens_tables.attribution)
+        return [
+            "".join(lens_tables.heading(each, pinned=each is pinned) for each in both),
+            gr.update(choices=_choices(found), value=found.target, visible=True),
+            gr.update(value="Pin" if pinned is None else "Unpin", visible=True),
+            _side_by_side(both, lens_tables.lens),
+            attribution,
+            _side_by_side(both, lens_tables.promoted),
+            gr.update(visible=True),
+            gr.update(value=_heads_value(found), visible=True) if by_head else gr.update(visible=False),
+            gr.update(value=_attention_value(found, "attention"), visible=True),
+            gr.update(visible=False)
+            if pinned is None
+            else gr.update(value=_attention_value(pinned, "pinned attention"), visible=True),
+        ]
+
+
+def _side_by_side(found: list[Inspection], draw: Any) -> str:
+    return f'<div class="view-pair">{"".join(f"<div>{draw(each)}</div>" for each in found)}</div>'
+
+
+def _choices(found: Inspection) -> list[tuple[str, int]]:
+    """The tokens that may be asked about: what came next, then the model's own best."""
+    shares = dict(found.candidates)
+    ids = dict.fromkeys([*([] if found.chosen is None else [found.chosen]), *shares, found.target])
+    names = []
+    for token in ids:
+        share = markup.percent(shares[token]) if token in shares else "below the best"
+        came = ", came next" if token == found.chosen else ""
+        names.append((f"{found.texts.get(token, token)!r} ({share}{came})", token))
+    return names
+
+
+def _attention_value(found: Inspection, name: str) -> dict[str, Any]:
+    rows = found.attention.T[:, None]  # (n_heads, T) -> (T, 1, n_heads)
+    where = f"layer {found.layer}, token {found.position}"
+    return rows_value(rows, found.pieces, range(len(found.pieces)), name, model=where)
+
+
+def _heads_value(found: Inspection) -> dict[str, Any]:
+    heads = found.attribution.heads  # (n_layers, n_heads)
+    names = [f"head {head}" for head in range(heads.shape[1])]
+    return rows_value(np.ascontiguousarray(heads.T[:, None]), names, range(len(names)), "heads")

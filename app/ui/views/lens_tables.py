@@ -1,0 +1,104 @@
+"""An inspection as HTML: logit lens, direct logit attribution, and what one branch promotes."""
+
+from collections.abc import Iterator
+from math import exp
+
+import numpy as np
+
+from app.ui import markup
+from app.ui.views.inspection import BRANCHES, Inspection
+from mlx_llama3.trace.lens import AFTER
+
+_TITLES = {"attn_out": "attention", "mlp_out": "MLP"}
+
+
+def heading(found: Inspection, *, pinned: bool = False) -> str:
+    """Which cell this is, and which next token is asked about."""
+    probability = dict(found.candidates).get(found.target)
+    mark = "<small>pinned</small> " if pinned else ""
+    how = "which came next" if found.target == found.chosen else "which the model is asked about"
+    said = f", {markup.percent(probability)} of its prediction" if probability is not None else ""
+    return (
+        f"<div class='cell-head'>{mark}Layer {found.layer}, token {found.position} {markup.token(found.piece, 30)} → "
+        f"{markup.token(found.texts[found.target], 30)} <small>(id {found.target}, {how}{said})</small></div>"
+    )
+
+
+def lens(found: Inspection) -> str:
+    """The best tokens at every layer, after attention and after the MLP; the target's rank; the entropy."""
+    k = found.lens.ids.shape[2]
+    groups = "".join(f'<th colspan="{k + 2}">after {"the MLP" if name == "mlp" else name}</th>' for name in AFTER)
+    names = "".join(f'<th colspan="{k}">best tokens</th><th>rank</th><th>nats</th>' for _ in AFTER)
+    rows = "".join(_lens_row(found, layer) for layer in reversed(range(found.lens.ids.shape[0])))
+    return (
+        '<div class="view-scroll lens" tabindex="0" role="region" aria-label="Logit lens">'
+        '<table class="view-table" aria-label="Logit lens">'
+        f'<thead><tr><th rowspan="2">layer</th>{groups}</tr><tr class="second">{names}</tr></thead>'
+        f"<tbody>{rows}</tbody></table></div>"
+    )
+
+
+def _lens_row(found: Inspection, layer: int) -> str:
+    data, cells = found.lens, []
+    for after, name in enumerate(AFTER):
+        for token, logprob in zip(data.ids[layer, after].tolist(), data.logprobs[layer, after].tolist(), strict=True):
+            text, probability = found.texts[token], exp(logprob)
+            content = markup.token(text, 11)
+            if token == found.target:
+                content = f"<b>{content}</b>"
+            cells.append(markup.shaded(content, probability, f"{text!r}: {markup.percent(probability)}"))
+        rank = int(data.rank[layer, after]) + 1
+        said = f"the asked token is at place {rank} with {markup.percent(exp(data.target_logprob[layer, after]))}"
+        cells.append(markup.shaded(f"{rank:,}", 1 / rank, f"after {name} {said}"))
+        cells.append(f'<td class="figure">{data.entropy[layer, after]:.2f}</td>')
+    chosen = " class='chosen'" if layer == found.layer else ""
+    return f"<tr{chosen} data-layer='{layer}'><th>{layer}</th>{''.join(cells)}</tr>"
+
+
+def attribution(found: Inspection) -> str:
+    """What each component adds to the target's logit: the embedding, every attention, every MLP."""
+    parts = found.attribution
+    most = float(max(abs(parts.embedding), np.abs(parts.attention).max(), np.abs(parts.mlp).max()))
+
+    def part(value: float) -> tuple[str, str]:
+        return f'<td class="wide">{markup.bar(value, most, signed=True)}</td>', f'<td class="figure">{value:+.2f}</td>'
+
+    rows = []
+    for layer in reversed(range(len(parts.mlp))):
+        chosen = " class='chosen'" if layer == found.layer else ""
+        cells = "".join((*part(float(parts.attention[layer])), *part(float(parts.mlp[layer]))))
+        rows.append(f"<tr{chosen} data-layer='{layer}'><th>{layer}</th>{cells}</tr>")
+    rows.append(f"<tr><th>emb.</th>{''.join(part(parts.embedding))}<td></td><td></td></tr>")
+    head = '<th>layer</th><th colspan="2">attention</th><th colspan="2">MLP</th>'
+    return (
+        '<div class="view-scroll" tabindex="0" role="region" aria-label="Direct logit attribution">'
+        '<table class="view-table attribution" aria-label="Direct logit attribution">'
+        f"<thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
+        f"<p class='view-note'>Together they are the logit, {parts.logit:.2f}.</p>"
+    )
+
+
+def promoted(found: Inspection) -> str:
+    """The tokens that the selected layer's two updates speak for and against."""
+    columns = [column for branch in BRANCHES for column in _moved(found, branch)]
+    head = [f"{_TITLES[branch]} {way}" for branch in BRANCHES for way in ("promotes", "suppresses")]
+    most = max(abs(value) for column in columns for _, value in column)
+    rows = []
+    for entries in zip(*columns, strict=True):
+        cells = []
+        for token, value in entries:
+            shade = "plus" if value > 0 else "minus"
+            strength = round(60 * abs(value) / most) if most else 0
+            cells.append(
+                f'<td style="background: color-mix(in oklab, var(--view-{shade}) {strength}%, transparent)">'
+                f"{markup.token(found.texts[token])} <small>{value:+.2f}</small></td>"
+            )
+        rows.append(cells)
+    return f'<div class="view-scroll">{markup.table(head, rows, css="promoted", label="Promoted tokens")}</div>'
+
+
+def _moved(found: Inspection, branch: str) -> Iterator[list[tuple[int, float]]]:
+    ids, values = found.promoted[branch]
+    pairs = list(zip(ids.tolist(), values.tolist(), strict=True))
+    yield pairs[: len(pairs) // 2]
+    yield pairs[len(pairs) // 2 :]

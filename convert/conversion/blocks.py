@@ -1,0 +1,84 @@
+"""From the steps of a plan to the blocks of rows that are written, each checked for NaN and infinity."""
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from convert.conversion.plan import Step
+from mlx_llama3.errors import UserError
+
+# Largest bits of a finite number, without the sign.
+_FINITE_BITS = {mx.float16: 0x7BFF, mx.bfloat16: 0x7F7F}
+_CHECKED_ELEMENTS = 1 << 18
+
+
+class Block(NamedTuple):
+    """Rows `start` to `stop` of a step's tensor: one array for each of `Step.entries`, and the values to be checked."""
+
+    step: Step
+    start: int
+    stop: int
+    arrays: list[mx.array]
+    checked: list[mx.array]
+
+
+def read_blocks(steps: Iterable[Step]) -> Iterator[Block]:
+    """Read, cast and pack tensors block by block, one block ahead: MLX computes the next while the caller writes one.
+
+    UserError, naming tensor and file, if a value is NaN or infinite, or becomes so in the dtype that is asked for.
+    """
+    ahead: Block | None = None
+    for step in steps:
+        rows, size = step.tensor.shape[0], step.block_rows
+        for start in range(0, rows, size):
+            block = _begin(step, start, min(start + size, rows))
+            if ahead is not None:
+                yield _finish(ahead)
+            ahead = block
+    if ahead is not None:
+        yield _finish(ahead)
+
+
+def _begin(step: Step, start: int, stop: int) -> Block:
+    """A block whose computation has begun."""
+    if step.as_is:
+        arrays = _packed_as_is(step, start, stop)
+        checked = [array for array in arrays if array.dtype not in (mx.uint32, mx.uint8)]
+    else:
+        dense = step.tensor.rows(start, stop).astype(step.dtype)
+        arrays = checked = [dense]
+        if how := step.quantization:
+            arrays = mx.quantize(dense, group_size=how.group_size, bits=how.bits, mode=how.mode)
+            # Scales overflow where values that are finite lie too far apart.
+            checked = [dense, *(array for array in arrays if array.dtype == step.dtype)]
+    mx.async_eval(arrays, checked)
+    return Block(step, start, stop, arrays, checked)
+
+
+def _packed_as_is(step: Step, start: int, stop: int) -> list[mx.array]:
+    rows = step.tensor.quantized_rows(start, stop)
+    if rows.biases is None:
+        return [rows.weight, rows.scales]
+    return [rows.weight, rows.scales.astype(step.dtype), rows.biases.astype(step.dtype)]
+
+
+def _finish(block: Block) -> Block:
+    mx.eval(block.arrays, block.checked)
+    if all(map(is_finite, block.checked)):
+        return block
+    tensor = block.step.tensor
+    if is_finite(tensor.rows(block.start, block.stop)):
+        raise UserError(f"{tensor.origin}: has values too large for {block.step.dtype}; convert with --dtype bfloat16")
+    raise UserError(f"{tensor.origin}: holds NaN or infinity; the checkpoint is damaged, fetch it again")
+
+
+def is_finite(array: mx.array) -> bool:
+    """Whether a floating-point array holds neither NaN nor infinity; in numpy, whose CPU code is far faster at it."""
+    mx.eval(array)
+    if array.dtype not in _FINITE_BITS:
+        return bool(np.isfinite(np.asarray(array)).all())
+    bits = np.asarray(array.view(mx.uint16)).reshape(-1)
+    pieces = (bits[at : at + _CHECKED_ELEMENTS] for at in range(0, bits.size, _CHECKED_ELEMENTS))
+    return all((piece & 0x7FFF).max() <= _FINITE_BITS[array.dtype] for piece in pieces)

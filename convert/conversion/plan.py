@@ -1,0 +1,133 @@
+"""What a conversion will write: decided for every tensor before the first byte is read."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from convert.conversion.recipe import Recipe
+from convert.sources.source import Source, SourceTensor
+from convert.storage.safetensors_writer import Entry
+from mlx_llama3.checkpoint.folder import Quantization
+from mlx_llama3.errors import UserError
+from mlx_llama3.model.config import to_hf
+
+DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+# Elements a block: 32 MB in 16 bits. Quantizing on the CPU takes several times a block's float32 size on the way.
+_BLOCK_ELEMENTS = 1 << 24
+
+
+@dataclass(frozen=True)
+class Step:
+    """One tensor's way: its source, the dtype of its values (of its scales, if packed), and how it is packed.
+
+    `as_is` passes rows on that the source holds packed already.
+    """
+
+    tensor: SourceTensor
+    dtype: mx.Dtype
+    quantization: Quantization | None = None
+    as_is: bool = False
+
+    @property
+    def entries(self) -> list[Entry]:
+        """The one or three tensors that are written, in the order weight, scales, biases."""
+        shape, how = self.tensor.shape, self.quantization
+        if how is None:
+            return [Entry(self.tensor.name, self.dtype, shape)]
+        rows, columns = shape
+        module = self.tensor.name.removesuffix(".weight")
+        grouped = (rows, columns // how.group_size)
+        packed = Entry(self.tensor.name, mx.uint32, (rows, columns * how.bits // 32))
+        if how.mode != "affine":
+            return [packed, Entry(f"{module}.scales", mx.uint8, grouped)]
+        return [packed, Entry(f"{module}.scales", self.dtype, grouped), Entry(f"{module}.biases", self.dtype, grouped)]
+
+    @property
+    def block_rows(self) -> int:
+        """Rows to read at a time; a multiple of 256 if it can be, so that no head is read twice."""
+        rows = max(1, _BLOCK_ELEMENTS * self.tensor.shape[0] // max(1, self.tensor.nbytes // self.tensor.dtype.size))
+        return rows - rows % 256 if rows > 256 else rows
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All steps, in the order of the forward pass, and the config.json that describes the result."""
+
+    steps: Sequence[Step]
+    config: Mapping[str, Any]
+
+    @property
+    def entries(self) -> list[Entry]:
+        """All tensors that are written."""
+        return [entry for step in self.steps for entry in step.entries]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors that are written."""
+        return sum(entry.nbytes for entry in self.entries)
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Bits written for each value of the dense model, scales and biases counted."""
+        return 8 * self.nbytes / sum(step.tensor.nbytes // step.tensor.dtype.size for step in self.steps)
+
+
+def make_plan(
+    source: Source, *, dtype: str | None = None, recipe: Recipe | None = None, dequantize: bool = False
+) -> Plan:
+    """Decide dtype and packing of every tensor.
+
+    `dtype` None keeps the type that most of the source's bytes have. Without a recipe, matrices that the source holds
+    packed stay as they are, unless `dequantize` is set; with one, those that are packed as it asks stay as they are.
+    """
+    if dtype is not None and dtype not in DTYPES:
+        raise UserError(f"--dtype: {dtype!r} is not one of {', '.join(DTYPES)}")
+    if recipe and dequantize:
+        raise UserError("--dequantize and --quantize contradict each other; give one of them")
+    own = {tensor.name: _own_dtype(tensor) for tensor in source.tensors.values()}
+    main = DTYPES[dtype] if dtype else _main_dtype(source, own)
+    steps = []
+    for tensor in source.tensors.values():
+        if recipe:
+            how = recipe.quantization(tensor.name, tensor.shape, source.args.n_layers)
+        else:
+            how = None if dequantize else tensor.quantization
+        as_is = how is not None and how == tensor.quantization
+        # Scales that came packed keep their own type: another one would change the values.
+        steps.append(Step(tensor, own[tensor.name] if as_is and dtype is None else main, how, as_is))
+    return Plan(steps, _config(source, steps, main, recipe))
+
+
+def _own_dtype(tensor: SourceTensor) -> mx.Dtype:
+    """The type in which a tensor keeps its values: that of its scales, if it is packed and they are floats."""
+    if tensor.quantized_rows is None or tensor.quantization.mode != "affine":
+        return tensor.dtype
+    return tensor.quantized_rows(0, 1).scales.dtype
+
+
+def _main_dtype(source: Source, own: Mapping[str, mx.Dtype]) -> mx.Dtype:
+    """The type behind most of the values."""
+    values: Counter[mx.Dtype] = Counter()
+    for tensor in source.tensors.values():
+        values[own[tensor.name]] += tensor.nbytes // tensor.dtype.size
+    return values.most_common(1)[0][0]
+
+
+def _config(source: Source, steps: Sequence[Step], main: mx.Dtype, recipe: Recipe | None) -> dict[str, Any]:
+    ids = {key: value for key, value in source.generation_config.items() if key.endswith("_token_id")}
+    config = {**to_hf(source.args), **ids, "torch_dtype": _DTYPE_NAMES[main]}
+    packed = {step.tensor.name.removesuffix(".weight"): step.quantization for step in steps if step.quantization}
+    if packed:
+        default = recipe.default if recipe else Counter(packed.values()).most_common(1)[0][0]
+        overrides = {module: _settings(how) for module, how in packed.items() if how != default}
+        # mlx-lm reads the first name; the second is the one that the hub and transformers know.
+        config["quantization"] = config["quantization_config"] = {**_settings(default), **overrides}
+    return config
+
+
+def _settings(how: Quantization) -> dict[str, Any]:
+    return {"group_size": how.group_size, "bits": how.bits, "mode": how.mode}

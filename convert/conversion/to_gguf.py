@@ -1,0 +1,203 @@
+"""Any checkpoint to one GGUF file that llama.cpp loads: F16, Q8_0 or Q4_1, streamed in blocks of rows."""
+
+import math
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import mlx.core as mx
+import numpy as np
+
+from convert.conversion.progress import Progress
+from convert.gguf.config import ROPE_FACTORS
+from convert.gguf.dequantize import is_finite
+from convert.gguf.metadata import model_metadata, tokenizer_metadata
+from convert.gguf.quantize import TYPES, quantize, repack_q4_1
+from convert.gguf.rope_factors import rope_factors
+from convert.gguf.types import LAYOUTS
+from convert.gguf.writer import Output, file_size, write_gguf
+from convert.lora.fuse import with_adapter
+from convert.sources.open import open_source
+from convert.sources.source import Source, SourceTensor
+from convert.storage.staged_file import staged_file
+from convert.storage.staged_folder import check_disk
+from mlx_llama3.checkpoint.tensor_names import hf_to_gguf
+from mlx_llama3.errors import UserError
+from mlx_llama3.model.config import ModelArgs, read_json
+from mlx_llama3.tokenizer.tokenizer import load_tokenizer
+from mlx_llama3.tokenizer.vocabulary.vocabulary import Vocabulary
+
+# Elements of a block of rows: 16 MB in float32.
+BLOCK_ELEMENTS = 1 << 22
+# A Q4_1 file keeps these in 8 bits: they suffer most, and llama.cpp too gives them more than the rest.
+EIGHT_BIT = ("model.embed_tokens.weight", "lm_head.weight")
+
+
+@dataclass(frozen=True)
+class GGUFReport:
+    """The outcome: what was read, and how many tensors of which type were written."""
+
+    kind: str
+    target: Path
+    types: Mapping[str, int]
+    nbytes: int
+    seconds: float
+    notes: Sequence[str] = ()
+
+    def __str__(self) -> str:
+        types = ", ".join(f"{count} {name}" for name, count in self.types.items())
+        lines = [
+            f"{self.target}: GGUF, {types}, {self.nbytes / 1e9:.2f} GB",
+            f"from {self.kind}",
+            f"{self.seconds:.1f} s, {self.nbytes / 1e6 / max(self.seconds, 1e-9):.0f} MB/s",
+            *(f"note: {note}" for note in self.notes),
+        ]
+        return "\n".join(lines)
+
+
+def to_gguf(
+    source: Path | str,
+    target: Path | str,
+    *,
+    type_name: str = "F16",
+    adapter: Path | str | None = None,
+    rope_factor: float | None = None,
+    overwrite: bool = False,
+    progress: bool = True,
+) -> GGUFReport:
+    """Write any checkpoint that `open_source` opens as one GGUF file, with its tokenizer and chat template.
+
+    Args:
+        source: the checkpoint: a folder or a `.gguf` file.
+        target: the file; it appears at the end, whole.
+        type_name: of the matrices: "F16", "Q8_0" or "Q4_1".
+        adapter: a folder with a LoRA adapter, of PEFT or mlx-lm, to fuse into the weights.
+        rope_factor: overrides the factor of the scaled RoPE of Meta's checkpoints.
+        overwrite: replace an existing file, at the end.
+        progress: show a bar on standard error, if that is a terminal.
+
+    Raises:
+        UserError: an unknown type; a source that is damaged or has no tokenizer; an existing target; too little disk; a
+            value that is not finite, or too large for float16. Nothing is left behind.
+    """
+    started = time.perf_counter()
+    opened, target = open_source(source, rope_factor=rope_factor), Path(target)
+    if adapter is not None:
+        opened = with_adapter(opened, Path(adapter))
+    vocabulary, template = _tokenizer(opened)
+    options = {"type_name": type_name, "chat_template": template, "overwrite": overwrite, "progress": progress}
+    types = write_model(opened, vocabulary, target, **options)
+    seconds = time.perf_counter() - started
+    return GGUFReport(opened.kind, target, types, target.stat().st_size, seconds, opened.notes)
+
+
+def _tokenizer(source: Source) -> tuple[Vocabulary, str | None]:
+    """The vocabulary and chat template of the files that the source would write into a model folder."""
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        if not source.write_tokenizer(folder):
+            raise UserError(
+                f"{source.path}: has no tokenizer, which llama.cpp needs; put tokenizer.json beside the weights"
+            )
+        tokenizer = load_tokenizer(folder)
+        vocabulary = tokenizer.vocabulary
+        if vocabulary.merges is None and (folder / "tokenizer.json").exists():
+            # The ranks give merges that mean the same, but several times as many.
+            written = read_json(folder / "tokenizer.json")["model"]["merges"]
+            # Current files write pairs, older ones "left right".
+            merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in written]
+            vocabulary = replace(vocabulary, merges=merges)
+    return vocabulary, tokenizer.chat_templates.get("default")
+
+
+def write_model(
+    source: Source,
+    vocabulary: Vocabulary,
+    target: Path,
+    *,
+    type_name: str = "F16",
+    chat_template: str | None = None,
+    overwrite: bool = False,
+    progress: bool = True,
+) -> Mapping[str, int]:
+    """Write an open checkpoint as one GGUF file; returns how many tensors of which type.
+
+    Vectors are F32. Matrices have `type_name`, but for those whose rows are not whole blocks of 32 (F16), and for the
+    embedding and the head of a Q4_1 file (Q8_0). Matrices that the source holds in MLX's 4-bit affine packing become
+    Q4_1 without a change of value, if their scales and biases are float16 numbers.
+
+    `chat_template` is the Jinja text of `tokenizer.chat_template`; the other options and errors are those of `to_gguf`.
+    """
+    if type_name not in TYPES:
+        raise UserError(f"{type_name!r} is not a type that can be written; choose one of {', '.join(TYPES)}")
+    metadata = {
+        **model_metadata(source.args, source.name, type_name),
+        **tokenizer_metadata(vocabulary, source.args.vocab_size, chat_template),
+    }
+    outputs = [_output(tensor, type_name, source.args) for tensor in source.tensors.values()]
+    if source.args.rope_scaling:
+        factors = rope_factors(source.args)
+        outputs.append(Output(ROPE_FACTORS, factors.shape, "F32", lambda: iter([factors.view(np.uint8)])))
+    size = file_size(metadata, outputs)
+    check_disk(target, size)
+    with staged_file(target, overwrite=overwrite) as file, Progress(size, len(outputs), shown=progress) as bar:
+        counted = [replace(output, blocks=partial(_counted, output, bar, n)) for n, output in enumerate(outputs, 1)]
+        write_gguf(file, metadata, counted)
+    return Counter(output.type for output in outputs)
+
+
+def _counted(output: Output, bar: Progress, number: int) -> Iterator[np.ndarray]:
+    bar.begin(number)
+    for block in output.blocks():
+        yield block
+        bar.update(block.nbytes)
+
+
+def _output(tensor: SourceTensor, type_name: str, args: ModelArgs) -> Output:
+    kind = _type_of(tensor, type_name)
+    return Output(hf_to_gguf(tensor.name), tensor.shape, kind, partial(_blocks, tensor, kind, args.head_dim))
+
+
+def _type_of(tensor: SourceTensor, type_name: str) -> str:
+    if len(tensor.shape) == 1:
+        return "F32"
+    if type_name == "Q4_1" and tensor.name in EIGHT_BIT:
+        type_name = "Q8_0"
+    return type_name if tensor.shape[1] % LAYOUTS[type_name].values == 0 else "F16"
+
+
+def _blocks(tensor: SourceTensor, kind: str, head_dim: int) -> Iterator[np.ndarray]:
+    """Stored rows of a tensor, block by block: uint8 (rows, row bytes)."""
+    heads = tensor.name.endswith(("q_proj.weight", "k_proj.weight"))
+    height = max(1, BLOCK_ELEMENTS // math.prod(tensor.shape[1:]))
+    if heads:
+        height = max(head_dim, height - height % head_dim)
+    for start in range(0, tensor.shape[0], height):
+        stop = min(start + height, tensor.shape[0])
+        block = _stored(tensor, kind, start, stop)
+        if not is_finite(block, kind):
+            raise UserError(f"{tensor.origin}: holds values that are not finite, or too large for float16")
+        yield _interleaved(block, head_dim) if heads else block
+
+
+def _stored(tensor: SourceTensor, kind: str, start: int, stop: int) -> np.ndarray:
+    how = tensor.quantization
+    if kind == "Q4_1" and how is not None and (how.mode, how.bits) == ("affine", 4):
+        rows = tensor.quantized_rows(start, stop)
+        packed = (rows.weight, rows.scales.astype(mx.float32), rows.biases.astype(mx.float32))
+        repacked = repack_q4_1(*map(np.array, packed))
+        if repacked is not None:
+            return repacked
+    values = np.array(tensor.rows(start, stop).astype(mx.float32))
+    return values[:, None].view(np.uint8) if kind == "F32" else quantize(values, kind)
+
+
+def _interleaved(rows: np.ndarray, head_dim: int) -> np.ndarray:
+    """Rows of whole heads from Hugging Face's RoPE order (halves apart) to GGUF's (pairs adjacent)."""
+    # (heads, 2, head_dim / 2, bytes) -> (heads, head_dim / 2, 2, bytes)
+    heads = rows.reshape(-1, 2, head_dim // 2, rows.shape[-1]).swapaxes(1, 2)
+    return np.ascontiguousarray(heads).reshape(rows.shape)

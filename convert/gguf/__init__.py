@@ -1,0 +1,17 @@
+"""The GGUF format: header, tensor types and their blocks, split files, and the metadata that mean a configuration.
+
+Reading and writing; `sources/gguf.py` makes a source of it.
+"""
+
+from convert.gguf.reader import GGUFError, GGUFHeader, read_header
+from convert.gguf.split_files import GGUFModel, read_gguf
+from convert.gguf.writer import write_gguf
+
+__all__ = [
+    "GGUFError",
+    "GGUFHeader",
+    "GGUFModel",
+    "read_gguf",
+    "read_header",
+    "write_gguf",
+]

@@ -1,0 +1,69 @@
+"""RoPE scaling in GGUF: a tensor of one divisor a frequency instead of the formula's four numbers.
+
+llama.cpp writes `rope_freqs.weight`, (head_dim / 2,) float32: the unscaled inverse frequencies are divided by it
+(`convert_hf_to_gguf.py`, `LlamaModel.generate_extra_tensors`).
+"""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+
+from convert.gguf.reader import GGUFError
+from mlx_llama3.model.config import ModelArgs, RopeScaling
+from mlx_llama3.model.layers.rope import inverse_frequencies
+
+ORIGINAL_MAX_POSITION = 8192
+TOLERANCE = 1e-4
+
+
+def rope_factors(args: ModelArgs) -> np.ndarray:
+    """`rope_freqs.weight` for a model: float32 (head_dim / 2,), all 1 without scaling."""
+    plain = inverse_frequencies(replace(args, rope_scaling=None))
+    return np.array(plain / inverse_frequencies(args))
+
+
+def scaling_from_factors(factors: np.ndarray, args: ModelArgs, original: int, source: str) -> RopeScaling | None:
+    """Find the numbers of Llama 3.1's formula that give `factors`; None if they are all 1.
+
+    Args:
+        factors: `rope_freqs.weight`, float32 (head_dim / 2,).
+        args: the model; its `rope_scaling` is not looked at.
+        original: the context length before stretching. It cannot be found from the tensor alone.
+        source: the file, for the message.
+
+    Raises:
+        GGUFError: the shape is wrong or no choice of numbers gives this tensor.
+    """
+    if factors.shape != (args.head_dim // 2,) or not np.all(np.isfinite(factors)) or np.any(factors <= 0):
+        raise GGUFError(f"{source}: rope_freqs.weight must hold {args.head_dim // 2} positive numbers")
+    if np.allclose(factors, 1, rtol=TOLERANCE, atol=0):
+        return None
+    # The longest wavelengths are stretched wholly.
+    scaling = RopeScaling(float(factors[-1]), original_max_position=original)
+    for candidate in (scaling, _fit(factors, args, scaling)):
+        found = replace(args, rope_scaling=candidate)
+        if candidate is not None and np.allclose(rope_factors(found), factors, rtol=TOLERANCE, atol=0):
+            return candidate
+    raise GGUFError(
+        f"{source}: rope_freqs.weight does not follow Llama 3.1's formula; this RoPE scaling is not supported"
+    )
+
+
+def _fit(factors: np.ndarray, args: ModelArgs, scaling: RopeScaling) -> RopeScaling | None:
+    """Low and high frequency factor from the blended divisors, None if fewer than two are blended.
+
+    There 1 / divisor = (1 - s) / factor + s, and s = (original / wavelength - low) / (high - low) is a straight line in
+    1 / wavelength.
+    """
+    between = (factors > 1 + TOLERANCE) & (factors < scaling.factor * (1 - TOLERANCE))
+    if np.count_nonzero(between) < 2:
+        return None
+    inverse = np.array(inverse_frequencies(replace(args, rope_scaling=None)), np.float64)[between]
+    smooth = (1 / factors[between].astype(np.float64) - 1 / scaling.factor) / (1 - 1 / scaling.factor)
+    slope, at_zero = np.polyfit(inverse / (2 * math.pi), smooth, 1)
+    if slope <= 0 or at_zero >= 0:
+        return None
+    width = scaling.original_max_position / slope
+    low = round(-at_zero * width, 3)
+    return replace(scaling, low_freq_factor=low, high_freq_factor=round(low + width, 3))

@@ -1,0 +1,78 @@
+"""Which GGUF files make up one model: a single file, or the parts `NAME-00001-of-00003.gguf` of a split one."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from convert.gguf.reader import GGUFError, GGUFHeader, GGUFTensor, read_header
+
+PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+
+
+@dataclass(frozen=True)
+class GGUFModel:
+    """All parts of one model as if they were one file. The metadata is the first part's."""
+
+    files: tuple[Path, ...]
+    metadata: dict[str, Any]
+    tensors: dict[str, GGUFTensor]
+
+
+def read_gguf(path: Path) -> GGUFModel:
+    """Read the headers of a GGUF file, of all parts of a split one (any part will do), or of the one model in a folder.
+
+    Raises:
+        GGUFError: no model or several in a folder, parts missing or of different models, or a damaged file.
+    """
+    files = _parts(_choose(path))
+    headers = [read_header(file) for file in files]
+    for number, header in enumerate(headers):
+        _check_part(header, number, len(headers))
+    tensors: dict[str, GGUFTensor] = {}
+    for header in headers:
+        for name in header.tensors.keys() & tensors.keys():
+            raise GGUFError(f"{header.path}: tensor {name!r} is in {tensors[name].path.name} too; parts of two models?")
+        tensors |= header.tensors
+    stated = headers[0].metadata.get("split.tensors.count", len(tensors))
+    if stated != len(tensors):
+        raise GGUFError(f"{files[0]}: split.tensors.count is {stated!r:.60}, the parts hold {len(tensors)} tensors")
+    return GGUFModel(files, headers[0].metadata, tensors)
+
+
+def _choose(path: Path) -> Path:
+    if not path.is_dir():
+        return path
+    found = sorted(path.glob("*.gguf"))
+    models = {match["stem"] if (match := PART.fullmatch(file.name)) else file.name: file for file in found}
+    if not models:
+        raise GGUFError(f"{path}: no .gguf file in this folder")
+    if len(models) > 1:
+        raise GGUFError(f"{path}: several models ({', '.join(models)}); name one of the files")
+    return found[0]
+
+
+def _parts(path: Path) -> tuple[Path, ...]:
+    match = PART.fullmatch(path.name)
+    if match is None:
+        return (path,)
+    count = int(match["count"])
+    if not 1 <= int(match["number"]) <= count:
+        raise GGUFError(f"{path}: part {int(match['number'])} of {count} cannot be; rename the file")
+    parts = tuple(path.with_name(f"{match['stem']}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1))
+    missing = [part.name for part in parts if not part.is_file()]
+    if missing:
+        raise GGUFError(f"{path.parent}: missing {', '.join(missing)}; download all {count} parts into this folder")
+    return parts
+
+
+def _check_part(header: GGUFHeader, number: int, count: int) -> None:
+    stated = header.metadata.get("split.count", 0)
+    if stated != count and not (stated == 0 and count == 1):
+        raise GGUFError(
+            f"{header.path}: split.count is {stated!r:.60}, its name says {count}; keep the name it was given"
+        )
+    if header.metadata.get("split.no", number) != number:
+        raise GGUFError(
+            f"{header.path}: split.no is {header.metadata['split.no']!r:.60}, its name says part {number + 1}"
+        )

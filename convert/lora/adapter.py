@@ -1,0 +1,207 @@
+"""Reading LoRA adapters: PEFT's folder and mlx-lm's, both into one table of low-rank updates."""
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from convert.storage.safetensors_reader import read_safetensors
+from convert.storage.stored_tensor import WEIGHT_DTYPES, StoredTensor, to_mlx
+from convert.storage.torch_zip import read_pth
+from mlx_llama3.errors import UserError
+from mlx_llama3.model.config import read_json
+
+# PEFT: `base_model.model.` + module + part; the adapter's name is "default" where it is written at all.
+_PEFT = re.compile(
+    r"(?:base_model\.model\.)?(?P<module>.+?)\.(?P<part>lora_embedding_[AB]|lora_[AB]|lora_magnitude_vector)"
+    r"(?:\.default)?(?:\.weight)?"
+)
+_PEFT_WHOLE = re.compile(
+    r"(?:base_model\.model\.)?(?P<module>.+?)(?P<base>\.base_layer)?(?:\.modules_to_save(?:\.default)?)?\.weight"
+)
+_MLX = re.compile(r"(?P<module>.+)\.(?P<part>lora_a|lora_b|m)")
+# What changes the update in ways that no low-rank product shows; must be absent, null, false or empty.
+_PEFT_FOREIGN = (
+    "fan_in_fan_out", "lora_bias", "use_qalora", "use_bdlora", "layer_replication", "alora_invocation_tokens",
+    "trainable_token_indices", "arrow_config", "monteclora_config", "kasa_config", "velora_config", "target_parameters",
+)  # fmt: skip
+# Initializations that leave the base model as it was; PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA change it.
+_PEFT_INITIALIZATIONS = (True, False, None, "gaussian", "eva", "orthogonal")
+
+
+@dataclass(frozen=True)
+class Update:
+    """What an adapter does to the matrix of one module, (rows, columns).
+
+    `scale * left @ right` is added, with `left(start, stop)` giving (stop - start, rank) and `right()` (rank, columns),
+    both float32. DoRA then gives each row the length that `magnitude(start, stop)` says, (stop - start,). `whole`, if
+    it is there, first takes the matrix's place.
+    """
+
+    rank: int = 0
+    scale: float = 0.0
+    left: Callable[[int, int], mx.array] | None = None
+    right: Callable[[], mx.array] | None = None
+    magnitude: Callable[[int, int], mx.array] | None = None
+    whole: StoredTensor | None = None
+    shape: tuple[int, ...] = ()
+
+
+def read_adapter(folder: Path) -> dict[str, Update]:
+    """Module (Hugging Face name without `.weight`) -> what the adapter does to it. Only headers are read.
+
+    `folder` holds adapter_config.json with PEFT's `adapter_model.safetensors` (or `.bin`) or mlx-lm's
+    `adapters.safetensors`. UserError for any other, and for adapters that are more than low-rank updates.
+    """
+    config = read_json(folder / "adapter_config.json")
+    peft = next((folder / f"adapter_model.{kind}" for kind in ("safetensors", "bin") if _there(folder, kind)), None)
+    if peft is not None:
+        stored = read_pth(peft) if peft.suffix == ".bin" else read_safetensors(peft)[0]
+        return _read_peft(config, stored, peft)
+    path = folder / "adapters.safetensors"
+    if not path.exists():
+        raise UserError(f"{folder}: no adapter_model.safetensors (PEFT) and no adapters.safetensors (mlx-lm)")
+    return _read_mlx(config, read_safetensors(path)[0], path)
+
+
+def _there(folder: Path, kind: str) -> bool:
+    return (folder / f"adapter_model.{kind}").exists()
+
+
+def _read_peft(config: Mapping[str, Any], stored: Mapping[str, StoredTensor], path: Path) -> dict[str, Update]:
+    where = path.with_name("adapter_config.json")
+    if config.get("peft_type") != "LORA":
+        raise UserError(f"{where}: peft_type is {config.get('peft_type')!r}; only LORA is fused")
+    for key in _PEFT_FOREIGN:
+        if config.get(key):
+            raise UserError(f"{where}: {key} is set; such an adapter cannot be fused exactly")
+    if config.get("init_lora_weights", True) not in _PEFT_INITIALIZATIONS:
+        raise UserError(
+            f"{where}: init_lora_weights {config['init_lora_weights']!r} changes the base model; "
+            "save the adapter converted to LoRA (path_initial_model_for_weight_conversion)"
+        )
+    parts, wholes = _sort(stored, _PEFT)
+    updates = {module: _peft_update(module, found, config, path) for module, found in parts.items()}
+    for name, tensor in wholes.items():
+        match = _PEFT_WHOLE.fullmatch(name)
+        # PEFT stores an embedding beside its update, as it was when that was trained.
+        update = updates.get(match["module"]) if match else None
+        if match is None or (update is not None) != (match["base"] is not None):
+            raise UserError(f"{path}: {name[:100]!r} is neither part of a low-rank update nor a whole weight")
+        if update and update.shape != tensor.shape:
+            raise UserError(f"{path}: {name[:100]!r} is {tensor.shape}, its update {update.shape}; fetch it again")
+        updates[match["module"]] = replace(update or Update(shape=tensor.shape), whole=tensor)
+    return updates
+
+
+def _sort(
+    stored: Mapping[str, StoredTensor], pattern: re.Pattern[str]
+) -> tuple[dict[str, dict[str, StoredTensor]], dict[str, StoredTensor]]:
+    """Tensors by module and part, and those that are no part."""
+    parts: dict[str, dict[str, StoredTensor]] = {}
+    others = {}
+    for name, tensor in stored.items():
+        if tensor.dtype not in WEIGHT_DTYPES:
+            raise UserError(f"{tensor.path}: {name[:100]!r} is stored as {tensor.dtype}, expected F32, F16 or BF16")
+        if match := pattern.fullmatch(name):
+            parts.setdefault(match["module"], {})[match["part"]] = tensor
+        else:
+            others[name] = tensor
+    return parts, others
+
+
+def _peft_update(module: str, parts: Mapping[str, StoredTensor], config: Mapping[str, Any], path: Path) -> Update:
+    magnitude = parts.get("lora_magnitude_vector")
+    embedding = "lora_embedding_A" in parts
+    a, b = (parts.get(f"lora_{'embedding_' if embedding else ''}{side}") for side in "AB")
+    if embedding and magnitude:
+        raise UserError(f"{path}: DoRA on the embedding {module} is not fused")
+    # A linear layer gets B A, (rows, rank) (rank, columns); an embedding (B A)^T, whose rows are the tokens.
+    left, right = (a, b) if embedding else (b, a)
+    _check_pair(left, right, module, path)
+    rank = (a if a is not None else b).shape[0]
+    alpha = _pattern(config.get("alpha_pattern"), module, config.get("lora_alpha", 8), path)
+    scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    return _update(left, right, magnitude, rank, scale, transposed=embedding, module=module)
+
+
+def _check_pair(left: StoredTensor | None, right: StoredTensor | None, module: str, path: Path) -> None:
+    if left is None or right is None or len(left.shape) != 2 or len(right.shape) != 2:
+        raise UserError(f"{path}: {module} lacks one of its two low-rank matrices; fetch the adapter again")
+
+
+def _pattern(patterns: Any, module: str, default: Any, path: Path) -> float:
+    """PEFT's exceptions by module; keys are names or their ends (PEFT takes any regular expression)."""
+    value = default
+    for key, exception in (patterns or {}).items():
+        plain = key.removeprefix("^").replace("\\.", ".")
+        if not re.fullmatch(r"[\w.]+", plain):
+            raise UserError(f"{path.with_name('adapter_config.json')}: the pattern {key[:80]!r} is not a module's name")
+        if module == plain or (not key.startswith("^") and module.endswith(f".{plain}")):
+            value = exception
+            break
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise UserError(f"{path.with_name('adapter_config.json')}: lora_alpha of {module} is {value!r}, not a number")
+    return float(value)
+
+
+def _read_mlx(config: Mapping[str, Any], stored: Mapping[str, StoredTensor], path: Path) -> dict[str, Update]:
+    kind = config.get("fine_tune_type", "lora")
+    if kind == "full":
+        return {
+            name.removesuffix(".weight"): Update(whole=tensor, shape=tensor.shape) for name, tensor in stored.items()
+        }
+    parameters = config.get("lora_parameters")
+    scale = parameters.get("scale") if isinstance(parameters, Mapping) else None
+    if kind not in ("lora", "dora") or isinstance(scale, bool) or not isinstance(scale, int | float):
+        raise UserError(f"{path.with_name('adapter_config.json')}: expected fine_tune_type and lora_parameters.scale")
+    parts, others = _sort(stored, _MLX)
+    for name in others:
+        raise UserError(f"{path}: {name[:100]!r} is not part of a low-rank update")
+    return {module: _mlx_update(module, found, float(scale), path) for module, found in parts.items()}
+
+
+def _mlx_update(module: str, parts: Mapping[str, StoredTensor], scale: float, path: Path) -> Update:
+    a, b = parts.get("lora_a"), parts.get("lora_b")
+    # A linear layer computes (x a) b, so its matrix gets (a b)^T; an embedding is a table, and gets a b.
+    embedding = module.endswith("embed_tokens")
+    left, right = (a, b) if embedding else (b, a)
+    _check_pair(left, right, module, path)
+    return _update(left, right, parts.get("m"), b.shape[0], scale, transposed=not embedding, module=module)
+
+
+def _update(
+    left: StoredTensor,
+    right: StoredTensor,
+    magnitude: StoredTensor | None,
+    rank: int,
+    scale: float,
+    *,
+    transposed: bool,
+    module: str,
+) -> Update:
+    """Both factors as (rows, rank) and (rank, columns); `transposed` says that they are stored the other way round."""
+    left_shape, right_shape = (left.shape[::-1], right.shape[::-1]) if transposed else (left.shape, right.shape)
+    shape = (left_shape[0], right_shape[1])
+    if left_shape[1] != rank or right_shape[0] != rank or (magnitude and magnitude.shape != shape[:1]):
+        raise UserError(f"{left.path}: the shapes {left.shape} and {right.shape} of {module} do not fit each other")
+    return Update(
+        rank=rank,
+        scale=scale,
+        left=lambda start, stop: _all(left).T[start:stop] if transposed else _float32(left, start, stop),
+        right=lambda: _all(right).T if transposed else _all(right),
+        magnitude=(lambda start, stop: _float32(magnitude, start, stop)) if magnitude else None,
+        shape=shape,
+    )
+
+
+def _float32(tensor: StoredTensor, start: int, stop: int) -> mx.array:
+    return to_mlx(tensor.rows(start, stop), tensor.mx_dtype).astype(mx.float32)
+
+
+def _all(tensor: StoredTensor) -> mx.array:
+    return _float32(tensor, 0, tensor.shape[0])

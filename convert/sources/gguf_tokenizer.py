@@ -1,0 +1,77 @@
+"""The tokenizer and the chat template that a GGUF carries in its metadata."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from convert.gguf.reader import GGUFError
+from convert.sources.tokenizer_files import write_tokenizer
+from mlx_llama3.model.config import ModelArgs
+from mlx_llama3.tokenizer.vocabulary.vocabulary import Vocabulary
+
+_TOKENS, _TEMPLATE = "tokenizer.ggml.tokens", "tokenizer.chat_template"
+_LISTS = {_TOKENS: str, "tokenizer.ggml.merges": str, "tokenizer.ggml.token_type": int}
+_TEXTS = ("tokenizer.ggml.model", "tokenizer.ggml.pre", _TEMPLATE)
+_IDS = tuple(f"tokenizer.ggml.{kind}_token_id" for kind in ("bos", "eos", "eot", "eom"))
+# What ends an answer of Llama 3 beside the EOS token that the file names.
+_LLAMA3_ENDS = ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>")
+
+
+@dataclass(frozen=True)
+class GGUFTokenizer:
+    """`vocabulary` is None if the file carries none."""
+
+    vocabulary: Vocabulary | None
+    chat_template: str | None
+    max_seq_len: int
+
+    def generation_config(self) -> dict[str, Any]:
+        """The ids that begin a text and end an answer, for generation_config.json."""
+        if self.vocabulary is None:
+            return {}
+        special = self.vocabulary.special
+        named = [special[name] for name in _LLAMA3_ENDS if self.vocabulary.is_llama3 and name in special]
+        ends = list(dict.fromkeys([*self.vocabulary.eos_ids, *named]))
+        ids = {"bos_token_id": self.vocabulary.bos_id, "eos_token_id": ends[0] if len(ends) == 1 else ends}
+        return {key: value for key, value in ids.items() if value not in (None, [])}
+
+    def write(self, target: Path) -> list[str]:
+        """Write the tokenizer's files into the folder `target`; their names."""
+        if self.vocabulary is None:
+            return []
+        return write_tokenizer(
+            self.vocabulary, target, chat_template=self.chat_template, model_max_length=self.max_seq_len
+        )
+
+
+def read_tokenizer(metadata: Mapping[str, Any], args: ModelArgs, source: str) -> GGUFTokenizer:
+    """Read the keys `tokenizer.*`; `source` names the file in messages.
+
+    Raises:
+        UserError: a value of another type than the format says, an id or a token beyond the embedding, a vocabulary
+            that is not supported (`Vocabulary.from_gguf`).
+    """
+    if _TOKENS not in metadata:
+        return GGUFTokenizer(None, None, args.max_seq_len)
+    _check_types(metadata, source)
+    for key in _IDS:
+        if not 0 <= metadata.get(key, 0) < len(metadata[_TOKENS]):
+            raise GGUFError(f"{source}: {key} is {metadata[key]}, but there are {len(metadata[_TOKENS])} tokens")
+    if len(metadata[_TOKENS]) > args.vocab_size:
+        raise GGUFError(
+            f"{source}: {_TOKENS} has {len(metadata[_TOKENS])} entries, but the embedding has {args.vocab_size} rows"
+        )
+    return GGUFTokenizer(Vocabulary.from_gguf(metadata, source), metadata.get(_TEMPLATE), args.max_seq_len)
+
+
+def _check_types(metadata: Mapping[str, Any], source: str) -> None:
+    for key, kind in _LISTS.items():
+        value = metadata.get(key, [])
+        # Arrays of a GGUF are of one type throughout.
+        if not isinstance(value, list) or (value and type(value[0]) is not kind):
+            raise GGUFError(f"{source}: {key} must be an array of {kind.__name__}; the file is damaged")
+    expected = dict.fromkeys(_TEXTS, str) | dict.fromkeys(_IDS, int) | {"tokenizer.ggml.add_bos_token": bool}
+    for key, kind in expected.items():
+        if key in metadata and type(metadata[key]) is not kind:
+            raise GGUFError(f"{source}: {key} is {metadata[key]!r:.60}, expected {kind.__name__}; the file is damaged")

@@ -1,0 +1,230 @@
+"""Hugging Face folders: `config.json` and weights as safetensors or torch files, dense or already quantized by MLX."""
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from convert.sources.source import QuantizedRows, Source, SourceTensor
+from convert.sources.tokenizer_files import copy_tokenizer_files
+from convert.storage.safetensors_reader import read_safetensors
+from convert.storage.stored_tensor import WEIGHT_DTYPES, StoredTensor, to_mlx
+from convert.storage.torch_zip import read_pth
+from mlx_llama3.checkpoint.folder import Quantization
+from mlx_llama3.checkpoint.tensor_shapes import expected_shapes
+from mlx_llama3.errors import UserError
+from mlx_llama3.model.config import ModelArgs, from_hf, read_json
+
+# "weights" is what mlx-lm once called its files.
+_SAFETENSORS = re.compile(r"(?:model(?:-\d+-of-(\d+))?|weights(?:\.\d+)?)\.safetensors")
+_TORCH = re.compile(r"pytorch_model(?:-\d+-of-(\d+))?\.bin")
+_KINDS = ((_SAFETENSORS, "model.safetensors.index.json"), (_TORCH, "pytorch_model.bin.index.json"))
+# Tables that older transformers kept among the weights; both follow from config.json.
+_DERIVED = re.compile(r".*\.(rotary_emb\.inv_freq|masked_bias|attn\.bias)")
+
+_NO_TOKENIZER = "no tokenizer.json in the source: the new folder runs, but not on text"
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files of the set of weights that is read: safetensors before torch files. Empty if there is none.
+
+    UserError if the index names a file that is missing, or numbered files are not complete.
+    """
+    for pattern, index_name in _KINDS:
+        names = sorted(path.name for path in folder.iterdir() if pattern.fullmatch(path.name))
+        if (folder / index_name).exists():
+            names = _indexed_names(folder / index_name)
+        if names:
+            _check_complete(folder, names, pattern)
+            return [folder / name for name in names]
+    return []
+
+
+def open_huggingface(folder: Path) -> Source:
+    """Open a folder that transformers or mlx-lm wrote; nothing but headers is read.
+
+    UserError if the folder's parts do not fit together: a file or tensor is missing, unknown, misshapen or there twice,
+    or the weights are quantized in a way that MLX does not read.
+    """
+    config = read_json(folder / "config.json")
+    _check_quantization(config, folder)
+    args = from_hf(config, source=str(folder / "config.json"))
+    files = weight_files(folder)
+    stored = _read_files(files)
+    how = config.get("quantization")
+    quantized = isinstance(how, Mapping)
+    tensors = _source_tensors(args, stored, how if quantized else {}, folder)
+    kind = "torch" if files[0].suffix == ".bin" else "safetensors"
+    has_tokenizer = any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model"))
+    writer = "MLX-quantized" if quantized else "Hugging Face"
+    return Source(
+        path=folder,
+        kind=f"{writer} folder, {len(files)} {kind} file{'s' if len(files) > 1 else ''}",
+        args=args,
+        tensors=tensors,
+        generation_config=_generation_config(folder, config),
+        write_tokenizer=partial(copy_tokenizer_files, folder) if has_tokenizer else lambda target: [],
+        notes=[*_ignored(folder, files), *([] if has_tokenizer else [_NO_TOKENIZER])],
+    )
+
+
+def _indexed_names(index: Path) -> list[str]:
+    names = read_json(index).get("weight_map")
+    if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
+        raise UserError(f"{index}: has no weight_map from tensors to files; fetch it again")
+    for name in names.values():
+        if Path(name).name != name:
+            raise UserError(f"{index}: names {name[:100]!r}, which is not a file beside it")
+    return sorted(set(names.values()))
+
+
+def _check_complete(folder: Path, names: Sequence[str], pattern: re.Pattern[str]) -> None:
+    for name in names:
+        if not (folder / name).exists():
+            raise UserError(f"{folder / name}: is missing, though the index names it; fetch it again")
+    totals = {int(match[1]) for name in names if (match := pattern.fullmatch(name)) and match[1]}
+    if len(totals) > 1 or (totals and totals != {len(names)}):
+        raise UserError(f"{folder}: {len(names)} of {max(totals)} numbered weight files are there; fetch the rest")
+
+
+def _ignored(folder: Path, files: Sequence[Path]) -> list[str]:
+    """A sentence about every other set of weights in the folder."""
+    others = sorted(
+        path.name
+        for path in folder.iterdir()
+        if path not in files and path.suffix in (".safetensors", ".bin", ".pth", ".gguf") and path.is_file()
+    )
+    if (folder / "original").is_dir():
+        others.append("original/")
+    shown = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if others[3:] else "")
+    return (
+        [f"read {files[0].name}{' ...' if files[1:] else ''}; ignored {shown}, other weights beside it"]
+        if others
+        else []
+    )
+
+
+def _check_quantization(config: Mapping[str, Any], folder: Path) -> None:
+    foreign = config.get("quantization_config")
+    if foreign and not isinstance(config.get("quantization"), Mapping):
+        method = foreign.get("quant_method", "unknown") if isinstance(foreign, Mapping) else "unknown"
+        raise UserError(
+            f"{folder / 'config.json'}: weights quantized with {method} are not read; convert the 16-bit model"
+        )
+
+
+def _generation_config(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """generation_config.json, completed by the ids that config.json holds."""
+    path = folder / "generation_config.json"
+    ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if config.get(key) is not None}
+    return ids | (read_json(path) if path.exists() else {})
+
+
+def _read_files(files: Sequence[Path]) -> dict[str, StoredTensor]:
+    stored: dict[str, StoredTensor] = {}
+    for path in files:
+        tensors = read_pth(path) if path.suffix == ".bin" else read_safetensors(path)[0]
+        for name, tensor in tensors.items():
+            if name in stored:
+                raise UserError(
+                    f"{path}: {name} is in {stored[name].path.name} too; remove the file that does not belong"
+                )
+            stored[name] = tensor
+    return {name: tensor for name, tensor in stored.items() if not _DERIVED.fullmatch(name)}
+
+
+def _source_tensors(
+    args: ModelArgs, stored: dict[str, StoredTensor], quantization: Mapping[str, Any], folder: Path
+) -> dict[str, SourceTensor]:
+    """The tensors in the order of the forward pass, every one checked against the shape that config.json means."""
+    unused = dict(stored)
+    tensors = {}
+    for name, shape in expected_shapes(args).items():
+        weight = unused.pop(name, None)
+        if weight is None:
+            raise UserError(f"{folder}: tensor {name} is missing; fetch the model again")
+        module = name.removesuffix(".weight")
+        scales, biases = unused.pop(f"{module}.scales", None), unused.pop(f"{module}.biases", None)
+        if scales is None:
+            tensors[name] = _dense(name, shape, weight)
+        else:
+            how = _module_quantization(module, quantization, folder)
+            tensors[name] = _packed(name, shape, weight, scales, biases, how)
+    if args.tie_word_embeddings:
+        unused = {name: tensor for name, tensor in unused.items() if not name.startswith("lm_head.")}
+    for name, tensor in unused.items():
+        raise UserError(f"{tensor.path}: tensor {name[:100]!r} is not part of a Llama 3 text model of this config.json")
+    return tensors
+
+
+def _check_shape(tensor: StoredTensor, expected: tuple[int, ...], dtypes: Sequence[str]) -> None:
+    if tensor.dtype not in dtypes:
+        raise UserError(
+            f"{tensor.path}: {tensor.name} is stored as {tensor.dtype}, expected {' or '.join(dtypes)}; "
+            "convert the 16-bit model"
+        )
+    if tensor.shape != expected:
+        raise UserError(f"{tensor.path}: {tensor.name} has shape {tensor.shape}, config.json means {expected}")
+
+
+def _dense(name: str, shape: tuple[int, ...], weight: StoredTensor) -> SourceTensor:
+    _check_shape(weight, shape, WEIGHT_DTYPES)
+    return SourceTensor(
+        name=name,
+        shape=shape,
+        dtype=weight.mx_dtype,
+        origin=weight.origin,
+        rows=lambda start, stop: to_mlx(weight.rows(start, stop), weight.mx_dtype),
+        checksums=(weight.checksum,) if weight.checksum else (),
+    )
+
+
+def _module_quantization(module: str, settings: Mapping[str, Any], folder: Path) -> Quantization:
+    own = settings.get(module)
+    merged = {**settings, **own} if isinstance(own, Mapping) else settings
+    bits, group_size, mode = merged.get("bits"), merged.get("group_size"), merged.get("mode", "affine")
+    if not (
+        type(bits) is int and 1 < bits <= 8 and type(group_size) is int and group_size > 0 and isinstance(mode, str)
+    ):
+        raise UserError(
+            f"{folder / 'config.json'}: quantization has no bits and group_size for {module}, which has scales"
+        )
+    return Quantization(bits, group_size, mode)
+
+
+def _packed(
+    name: str,
+    shape: tuple[int, ...],
+    weight: StoredTensor,
+    scales: StoredTensor,
+    biases: StoredTensor | None,
+    how: Quantization,
+) -> SourceTensor:
+    rows, columns = shape
+    affine = how.mode == "affine"
+    grouped = (rows, columns // how.group_size)
+    _check_shape(weight, (rows, columns * how.bits // 32), ("U32",))
+    _check_shape(scales, grouped, WEIGHT_DTYPES if affine else ("U8",))
+    if affine != (biases is not None):
+        raise UserError(
+            f"{scales.path}: {scales.name} {'lacks its biases' if affine else f'has biases in mode {how.mode}'}"
+        )
+    if biases:
+        _check_shape(biases, grouped, (scales.dtype,))
+
+    def packed(start: int, stop: int) -> QuantizedRows:
+        parts = [to_mlx(part.rows(start, stop), part.mx_dtype) for part in (weight, scales, biases) if part]
+        return QuantizedRows(*parts)
+
+    def dense(start: int, stop: int) -> mx.array:
+        part = packed(start, stop)
+        # In float32: 16-bit arithmetic would round twice.
+        factors = [array.astype(mx.float32) for array in (part.scales, part.biases)] if affine else [part.scales]
+        settings = {"group_size": how.group_size, "bits": how.bits, "mode": how.mode}
+        return mx.dequantize(part.weight, *factors, **settings, dtype=mx.float32)
+
+    dtype = scales.mx_dtype if affine else mx.bfloat16
+    return SourceTensor(name, shape, dtype, weight.origin, dense, how, packed)

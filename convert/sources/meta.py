@@ -1,0 +1,230 @@
+"""Meta's own checkpoints: `params.json`, `tokenizer.model` and one `consolidated.NN.pth` a rank."""
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from convert.sources import unshard as merge
+from convert.sources.source import Source, SourceTensor
+from convert.sources.tokenizer_files import write_tokenizer
+from convert.storage.safetensors_reader import read_safetensors
+from convert.storage.stored_tensor import WEIGHT_DTYPES, StoredTensor, to_mlx
+from convert.storage.torch_zip import read_pth
+from mlx_llama3.checkpoint.tensor_names import hf_to_official, official_to_hf
+from mlx_llama3.checkpoint.tensor_shapes import expected_shapes
+from mlx_llama3.errors import UserError
+from mlx_llama3.model.config import ModelArgs, from_meta, read_json
+from mlx_llama3.tokenizer.llama3_format import llama3_chat_template
+from mlx_llama3.tokenizer.vocabulary.tokenizer_model import Llama3Version, llama3_version
+from mlx_llama3.tokenizer.vocabulary.vocabulary import Vocabulary
+
+_SHARD = re.compile(r"consolidated(?:\.(\d+))?\.(pth|safetensors)")
+_ENDS = ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>")
+_TIED_BLOCK_ROWS = 4096
+
+Shards = Sequence[Mapping[str, StoredTensor]]
+
+
+def is_meta_folder(folder: Path) -> bool:
+    """Whether a folder holds `consolidated*.pth` or `consolidated*.safetensors` and their `params.json`."""
+    return (folder / "params.json").exists() and any(map(_SHARD.fullmatch, (path.name for path in folder.iterdir())))
+
+
+def open_meta(folder: Path, *, rope_factor: float | None = None) -> Source:
+    """Open a folder with `params.json` and `consolidated*`; nothing but headers and the tied head is read.
+
+    `rope_factor` overrides the factor of the scaled RoPE, which Meta's file does not state (`config.from_meta`).
+
+    UserError if a shard is missing, shards differ in their tensors, or a tensor is unknown, missing or misshapen.
+    """
+    files, notes = _choose_files(folder)
+    params = read_json(folder / "params.json")
+    # Refuses vision, QAT and LoRA checkpoints before their files, of which some are no plain tensors, are opened.
+    from_meta(params, source=str(folder / "params.json"), rope_factor=rope_factor, vocab_size=1)
+    shards = [_read_shard(path) for path in files]
+    _check_same_tensors(files, shards)
+    args = from_meta(
+        params, source=str(folder / "params.json"), rope_factor=rope_factor, vocab_size=_vocabulary(files, shards)
+    )
+    if rope_factor is not None and args.rope_scaling is None:
+        raise UserError(f"{folder / 'params.json'}: says nothing of use_scaled_rope, so --rope-factor has no use here")
+    args = dataclasses.replace(args, tie_word_embeddings=_is_tied(shards))
+    tensors = _source_tensors(args, files, shards)
+    tokenizer = _Tokenizer(folder, args, llama3_version(params))
+    if args.tie_word_embeddings and "output.weight" in shards[0]:
+        notes.append("the head equals the embedding: it is stored once, and config.json says that they are tied")
+    if tokenizer.path is None:
+        notes.append(f"no tokenizer.model in {folder}: the new folder runs, but not on text")
+    return Source(
+        path=folder,
+        kind=f"Meta checkpoint, {len(files)} shard{'s' if len(files) > 1 else ''}",
+        args=args,
+        tensors=tensors,
+        generation_config=tokenizer.generation_config(),
+        write_tokenizer=tokenizer.write,
+        notes=notes,
+    )
+
+
+class _Tokenizer:
+    """`tokenizer.model` beside the shards, if it is there; read at once, so that a damaged one fails early."""
+
+    def __init__(self, folder: Path, args: ModelArgs, version: Llama3Version) -> None:
+        path = folder / "tokenizer.model"
+        self.path = path if path.exists() else None
+        self._version, self._max_seq_len = version, args.max_seq_len
+        self._vocabulary = Vocabulary.from_tokenizer_model(path, version) if self.path else None
+        if self._vocabulary and len(self._vocabulary.tokens) > args.vocab_size:
+            raise UserError(
+                f"{path}: has {len(self._vocabulary.tokens)} tokens, but the embedding has {args.vocab_size}; "
+                "it belongs to another model"
+            )
+
+    def generation_config(self) -> dict[str, Any]:
+        """The ids that begin a text and end an answer."""
+        if self._vocabulary is None:
+            return {}
+        special = self._vocabulary.special
+        return {
+            "bos_token_id": special["<|begin_of_text|>"],
+            "eos_token_id": [special[name] for name in _ENDS if name in special],
+        }
+
+    def write(self, target: Path) -> list[str]:
+        """Write the tokenizer's files into `target`; their names."""
+        if self._vocabulary is None:
+            return []
+        return write_tokenizer(
+            self._vocabulary,
+            target,
+            chat_template=llama3_chat_template(self._version),
+            model_max_length=self._max_seq_len,
+            tokenizer_model=self.path,
+        )
+
+
+def _choose_files(folder: Path) -> tuple[list[Path], list[str]]:
+    """The shards in the order of their numbers; of `.pth` and `.safetensors` one kind."""
+    found: dict[str, dict[int, Path]] = {"pth": {}, "safetensors": {}}
+    for path in folder.iterdir():
+        if match := _SHARD.fullmatch(path.name):
+            shards = found[match[2]]
+            number = int(match[1] or 0)
+            if number in shards:
+                raise UserError(f"{path}: has the number of {shards[number].name}; remove one of them")
+            shards[number] = path
+    kinds = [kind for kind, shards in found.items() if shards]
+    if not kinds:
+        raise UserError(f"{folder}: no consolidated.*.pth and no consolidated*.safetensors")
+    shards = found[kinds[-1]]
+    count = max(shards) + 1
+    for number in range(count):
+        if number not in shards:
+            raise UserError(
+                f"{folder}: consolidated.{number:02d}.{kinds[-1]} is missing; files up to number {count - 1} are there"
+            )
+    notes = [f"{folder.name} holds consolidated files of both kinds; only *.{kinds[-1]} were read"] if kinds[1:] else []
+    return [shards[number] for number in range(count)], notes
+
+
+def _read_shard(path: Path) -> Mapping[str, StoredTensor]:
+    tensors = read_pth(path) if path.suffix == ".pth" else read_safetensors(path)[0]
+    return {name: tensor for name, tensor in tensors.items() if name != "rope.freqs"}
+
+
+def _check_same_tensors(files: Sequence[Path], shards: Shards) -> None:
+    """Every shard holds the same names, with the same shape and dtype."""
+    for path, shard in zip(files[1:], shards[1:], strict=True):
+        apart = sorted(shard.keys() ^ shards[0].keys())
+        if apart:
+            holder = path if apart[0] in shard else files[0]
+            raise UserError(f"{path}: {apart[0]} is only in {holder.name}; the shards are not of one model")
+        for name, tensor in shard.items():
+            first = shards[0][name]
+            if (tensor.shape, tensor.dtype) != (first.shape, first.dtype):
+                raise UserError(
+                    f"{path}: {name} is {tensor.dtype} {tensor.shape}, but {first.dtype} {first.shape} in "
+                    f"{files[0].name}; the shards are not of one model"
+                )
+
+
+def _vocabulary(files: Sequence[Path], shards: Shards) -> int:
+    embedding = shards[0].get("tok_embeddings.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise UserError(f"{files[0]}: tok_embeddings.weight is missing; this is not a Llama 3 checkpoint")
+    return embedding.shape[0] * len(shards)
+
+
+def _is_tied(shards: Shards) -> bool:
+    """Whether the head is the embedding: absent, or equal to it bit by bit."""
+    for shard in shards:
+        embedding, output = shard["tok_embeddings.weight"], shard.get("output.weight")
+        if output is None:
+            continue
+        if (embedding.shape, embedding.dtype) != (output.shape, output.dtype):
+            return False
+        for start in range(0, embedding.shape[0], _TIED_BLOCK_ROWS):
+            stop = min(start + _TIED_BLOCK_ROWS, embedding.shape[0])
+            if not np.array_equal(embedding.rows(start, stop), output.rows(start, stop)):
+                return False
+    return True
+
+
+def _source_tensors(args: ModelArgs, files: Sequence[Path], shards: Shards) -> dict[str, SourceTensor]:
+    """The tensors in the order of the forward pass, every one checked against the shape that params.json means."""
+    expected = expected_shapes(args)
+    for name in shards[0]:
+        if official_to_hf(name) not in expected and name != "output.weight":
+            raise UserError(
+                f"{files[0]}: tensor {name[:100]!r} is not part of a Llama 3 text model of this params.json"
+            )
+    tensors = {}
+    for name, shape in expected.items():
+        official = hf_to_official(name)
+        if official not in shards[0]:
+            raise UserError(f"{files[0]}: tensor {official} is missing; fetch the checkpoint again")
+        tensors[name] = _merged(args, name, shape, [shard[official] for shard in shards])
+    return tensors
+
+
+def _merged(args: ModelArgs, name: str, shape: tuple[int, ...], parts: list[StoredTensor]) -> SourceTensor:
+    first = parts[0]
+    if first.dtype not in WEIGHT_DTYPES:
+        raise UserError(
+            f"{first.path}: {first.name} is stored as {first.dtype}; quantized checkpoints of Meta's are not read, "
+            "convert the plain bfloat16 one instead"
+        )
+    read = _reader(args, first.name, shape, parts)
+    origin = first.origin if len(parts) == 1 else f"{first.path.name} .. {parts[-1].path.name}: {first.name}"
+    return SourceTensor(
+        name=name,
+        shape=shape,
+        dtype=first.mx_dtype,
+        origin=origin,
+        rows=lambda start, stop: to_mlx(read(start, stop), first.mx_dtype),
+        checksums=tuple(part.checksum for part in parts if part.checksum),
+    )
+
+
+def _reader(args: ModelArgs, official: str, shape: tuple[int, ...], parts: list[StoredTensor]) -> merge.ReadRows:
+    """How this tensor was cut, judged by its name and checked by its shape."""
+    kind = official.split(".")[-2]
+    local, count = parts[0].shape, len(parts)
+    if len(shape) == 1:
+        merged, read = local, merge.agreeing(parts)
+    elif kind in ("wo", "w2"):
+        merged, read = (*local[:1], *(axis * count for axis in local[1:])), merge.join_columns(parts)
+    else:
+        merged, read = (local[0] * count if local else 0, *local[1:]), merge.stack_rows(parts)
+    copies = merged[0] // shape[0] if kind in ("wk", "wv") else 1
+    if copies > 1 and count % copies == 0 and merged == (shape[0] * copies, shape[1]):
+        merged, read = shape, merge.identical([parts[at : at + copies] for at in range(0, count, copies)])
+    if merged != shape:
+        raise UserError(
+            f"{parts[0].path}: {official} has shape {local} in each of {count} shards, params.json means {shape} in all"
+        )
+    return merge.half_split(read, args.head_dim) if kind in ("wq", "wk") else read

@@ -1,0 +1,173 @@
+"""The proof of a conversion: reload what was written, compare all of it with its source, and run both on one text."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlx.core as mx
+from tqdm import tqdm
+
+from convert.lora.fuse import with_adapter
+from convert.sources.huggingface import open_huggingface
+from convert.sources.open import open_source
+from convert.sources.source import Source
+from convert.verification.compare import Comparison, compare
+from convert.verification.layerwise_logits import run_layerwise
+from convert.verification.sample_text import TEXT
+from mlx_llama3.errors import UserError
+from mlx_llama3.tokenizer.tokenizer import load_tokenizer
+
+# Positions of the text that are run: enough for a stable mean, and logits of half a gigabyte at most.
+_POSITIONS = 512
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Source and folder on one text: perplexities, KL divergence (nats a token), share of equal most likely tokens."""
+
+    tokens: int
+    source_perplexity: float
+    folder_perplexity: float
+    kl: float
+    agreement: float
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What `verify` found; `ok` says that every tensor is exact or within the bound of its packing."""
+
+    folder: Path
+    kind: str
+    comparisons: Sequence[Comparison]
+    differences: Sequence[str]
+    divergence: Divergence | None
+
+    @property
+    def ok(self) -> bool:
+        """Whether the folder is what its source means."""
+        return not self.differences and all(c.exact or c.within for c in self.comparisons)
+
+    def __str__(self) -> str:
+        lines = [f"{self.folder}, against {self.kind}", *(f"DIFFERS: {difference}" for difference in self.differences)]
+        by_packing: dict[str, list[Comparison]] = {}
+        for comparison in self.comparisons:
+            by_packing.setdefault(comparison.packing, []).append(comparison)
+        lines += [_describe(name, found) for name, found in by_packing.items()]
+        lines += [f"WRONG: {c.name}: {_wrongness(c)}" for c in self.comparisons if not (c.exact or c.within)]
+        if self.divergence:
+            d = self.divergence
+            lines += [
+                f"on {d.tokens} tokens of text: perplexity {d.source_perplexity:.4f} of the source, "
+                f"{d.folder_perplexity:.4f} of the folder",
+                f"KL divergence {d.kl:.3g} nats a token, the same most likely token for {100 * d.agreement:.1f} %",
+            ]
+        return "\n".join([*lines, "verified" if self.ok else "NOT VERIFIED"])
+
+
+def verify(
+    folder: Path | str,
+    against: Path | str,
+    *,
+    adapter: Path | str | None = None,
+    rope_factor: float | None = None,
+    text: str | None = None,
+    run: bool = True,
+    progress: bool = True,
+) -> Verification:
+    """Compare a converted folder with the checkpoint that it came from, in little memory.
+
+    Args:
+        folder: what `convert` (or mlx-lm) wrote.
+        against: the source, of any kind that `convert` reads; `adapter` and `rope_factor` as it was converted with.
+        text: what to run both on; None takes the built-in text.
+        run: whether to run them; without, only the tensors are compared.
+        progress: show bars on standard error, if that is a terminal.
+
+    Raises:
+        UserError: one of the two cannot be read.
+    """
+    target, source = open_huggingface(Path(folder)), open_source(against, rope_factor=rope_factor)
+    if adapter is not None:
+        source = with_adapter(source, Path(adapter))
+    differences = _differences(target, source)
+    comparisons: list[Comparison] = []
+    if not differences:
+        shown = tqdm(total=len(target.tensors), desc="compare", unit="tensor", disable=None if progress else True)
+        with shown as bar:
+            for comparison in compare(target, source):
+                comparisons.append(comparison)
+                bar.update()
+    divergence = _run(target, source, text or TEXT, progress) if run and not differences else None
+    return Verification(Path(folder), source.kind, comparisons, differences, divergence)
+
+
+def _differences(target: Source, source: Source) -> list[str]:
+    """What of the two configurations differs, in words."""
+    found = []
+    for key, value in vars(source.args).items():
+        other = getattr(target.args, key)
+        if other != value:
+            found.append(f"{key} is {other} in config.json, {value} in the source")
+    names = target.tensors.keys() ^ source.tensors.keys()
+    return found + [f"tensor {name} is only in one of the two" for name in sorted(names)]
+
+
+def _describe(name: str, found: Sequence[Comparison]) -> str:
+    exact = sum(comparison.exact for comparison in found)
+    count = f"{len(found)} tensor{'s' if len(found) > 1 else ''}"
+    if exact == len(found):
+        return f"{name}: {count}, equal to the source"
+    error = math.sqrt(sum(c.error for c in found) / max(sum(c.norm for c in found), 1e-300))
+    worst = max(found, key=lambda comparison: comparison.worst)
+    return (
+        f"{name}: {count}, {exact} of them equal to the source; relative RMS error {100 * error:.3g} %, "
+        f"largest error {worst.worst:.2f} of the bound ({worst.name})"
+    )
+
+
+def _wrongness(comparison: Comparison) -> str:
+    if math.isinf(comparison.worst):
+        error = math.sqrt(comparison.error / max(comparison.norm, 1e-300))
+        return f"differs from the source, relative RMS error {error:.3g}"
+    return f"the largest error is {comparison.worst:.2f} times what {comparison.packing} may cost"
+
+
+def _run(target: Source, source: Source, text: str, progress: bool) -> Divergence:
+    ids = _tokens(target, text)[: min(_POSITIONS, target.args.max_seq_len)]
+    if len(ids) < 2:
+        raise UserError("the text has fewer than two tokens; give a longer one")
+    tokens = mx.array(ids)
+    steps = 2 * (target.args.n_layers + 1)
+    with tqdm(total=steps, desc="run", unit="layer", disable=None if progress else True) as bar:
+        expected, found = (_log_probabilities(side, tokens, bar) for side in (source, target))
+    kl = mx.sum(mx.exp(expected) * (expected - found), axis=-1)
+    return Divergence(
+        tokens=len(ids),
+        source_perplexity=_perplexity(expected, tokens),
+        folder_perplexity=_perplexity(found, tokens),
+        kl=max(0.0, mx.mean(kl).item()),
+        agreement=mx.mean(mx.argmax(expected, axis=-1) == mx.argmax(found, axis=-1)).item(),
+    )
+
+
+def _tokens(target: Source, text: str) -> list[int]:
+    """The ids of the text; without a tokenizer, its bytes: as good for comparing two models, though no text to them."""
+    names = ("tokenizer.json", "tokenizer.model")
+    if any((target.path / name).exists() for name in names):
+        return load_tokenizer(target.path).encode(text, bos=True)
+    return [byte % target.args.vocab_size for byte in text.encode()]
+
+
+def _log_probabilities(source: Source, tokens: mx.array, bar: tqdm) -> mx.array:
+    """(S, vocab_size)."""
+    logits = run_layerwise(source, tokens, on_layer=bar.update)
+    values = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    mx.eval(values)
+    return values
+
+
+def _perplexity(log_probabilities: mx.array, tokens: mx.array) -> float:
+    """exp of the mean negative log-likelihood of each token given those before it."""
+    chosen = mx.take_along_axis(log_probabilities[:-1], tokens[1:, None], axis=-1)
+    return math.exp(-mx.mean(chosen).item())

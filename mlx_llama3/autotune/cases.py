@@ -1,0 +1,146 @@
+"""The uses that a loaded model makes of each kernel: its own weights, random activations of its shapes and types."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import product
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+
+from mlx_llama3.autotune.trial import Case, matrix_form
+from mlx_llama3.model.cache.quantized import QuantizedKVCache
+from mlx_llama3.model.cache.settings import KV_BITS
+from mlx_llama3.model.kernels import add_rms_norm, rope_qkv, sdpa_quantized, swiglu_qmv
+from mlx_llama3.model.kernels.kv_packing import RecordLayout, pack
+from mlx_llama3.model.layers.packed_linear import PackedLinear
+
+if TYPE_CHECKING:
+    from mlx_llama3.model.transformer import Transformer
+
+CONTEXT = 1000  # positions before the one that is decoded
+# Positions of a pass, its name, and how many calls of a kernel are timed in a row. Odd, so that edges are tried.
+PASSES = ((1, "one token", 48), (3, "a draft of 3 tokens", 48), (257, "a prompt of 257 tokens", 8))
+
+# Positions of a quantized cache that are packed, in one piece and split, and those at its end that are not.
+PACKED = (401, 1900)
+DENSE = 100
+
+
+def model_cases(model: "Transformer") -> dict[str, list[Case]]:
+    """Each kernel's cases in this model, by its name; none of what it does not take, and its reference does anyway."""
+    makers: dict[str, Callable[[Transformer], Iterator[Case]]] = {
+        "add_rms_norm": _add_rms_norm,
+        "rope_qkv": _rope_qkv,
+        "swiglu_qmv": _swiglu_qmv,
+        "sdpa_quantized": _sdpa_quantized,
+    }
+    return {kernel: list(make(model)) for kernel, make in makers.items()}
+
+
+def _add_rms_norm(model: "Transformer") -> Iterator[Case]:
+    norm = model.layers[0].ffn_norm
+    for length, label, calls in PASSES:
+        shape = (1, length, model.args.dim)
+        inputs = (_random(model, shape, 0), _random(model, shape, 1), norm.weight)
+        if add_rms_norm.takes(*inputs):
+            yield Case(
+                "add_rms_norm",
+                label,
+                inputs,
+                partial(add_rms_norm.fused, eps=norm.eps),
+                partial(add_rms_norm.reference, eps=norm.eps),
+                lambda inputs, outputs: (outputs[0], outputs[1], inputs[2]),
+                norm.weight.dtype,
+                calls=calls,
+            )
+
+
+def _rope_qkv(model: "Transformer") -> Iterator[Case]:
+    args = model.args
+    width = (args.n_heads + 2 * args.n_kv_heads) * args.head_dim
+    for length, label, calls in PASSES:
+        qkv = _random(model, (1, length, width), 2)
+        rest = (args.n_heads, args.n_kv_heads, CONTEXT, model.rope.frequencies(CONTEXT, length, table=False))
+        if rope_qkv.takes(qkv, *rest):
+            yield Case(
+                "rope_qkv",
+                label,
+                (qkv,),
+                lambda qkv, rest=rest: rope_qkv.fused(qkv, *rest),
+                lambda qkv, rest=rest: rope_qkv.reference(qkv, *rest),
+                lambda inputs, outputs: (_side_by_side(*outputs, inputs[0].shape),),
+                qkv.dtype,
+                f"heads{rest[:2]}",
+                calls,
+            )
+
+
+def _side_by_side(q: mx.array, kv: mx.array, shape: tuple[int, ...]) -> mx.array:
+    """Queries, keys and values as a projection `(1, S, width)` again, in whatever order: only time counts."""
+    return mx.concatenate([q.reshape(*shape[:2], -1), kv.reshape(*shape[:2], -1)], axis=-1)
+
+
+def _swiglu_qmv(model: "Transformer") -> Iterator[Case]:
+    """A recipe may give layers other bits: a case for each form of weights, on the weights of all its layers in turn.
+
+    In turn, because a model that is run never finds the same weights in a cache of the chip twice.
+    """
+    forms: dict[str, list[PackedLinear]] = {}
+    for layer in model.layers:
+        w13 = layer.feed_forward.w13
+        forms.setdefault(",".join(matrix_form(part) for part in w13.parts), []).append(w13)
+    for form, weights in forms.items():
+        for length, label, calls in PASSES:
+            x = _random(model, (1, length, model.args.dim), 3)
+            if swiglu_qmv.takes(weights[0], x):
+                yield Case(
+                    "swiglu_qmv",
+                    label,
+                    (x, 0),
+                    lambda x, i, weights=weights: [swiglu_qmv.fused(weights[i % len(weights)], x)],
+                    lambda x, i, weights=weights: [swiglu_qmv.reference(weights[i % len(weights)], x)],
+                    lambda inputs, outputs: (_narrowed(outputs[0], inputs[0]), inputs[1] + 1),
+                    x.dtype,
+                    form,
+                    calls // 3,
+                )
+
+
+def _narrowed(y: mx.array, x: mx.array) -> mx.array:
+    """The first columns of y `(1, S, hidden_dim)`, as many as x has; a model may be narrower inside."""
+    return y[..., : x.shape[-1]] if y.shape[-1] >= x.shape[-1] else x
+
+
+def _sdpa_quantized(model: "Transformer") -> Iterator[Case]:
+    args = model.args
+    if args.head_dim not in sdpa_quantized.HEAD_DIMS:
+        return
+    for bits, packed in product(KV_BITS, PACKED):
+        layout = RecordLayout(args.head_dim, bits)
+        kv_shape = (2, 1, args.n_kv_heads)
+        records = pack(_random(model, (*kv_shape, packed, args.head_dim), 4), layout)
+        dense = _random(model, (*kv_shape, QuantizedKVCache.ROOM, args.head_dim), 5)
+        for length, label, calls in PASSES[:2]:
+            q = _random(model, (1, args.n_heads, length, args.head_dim), 6)
+            rest = ((DENSE, packed), args.head_dim**-0.5, layout)
+            if sdpa_quantized.takes(q, dense, records, layout):
+                yield Case(
+                    "sdpa_quantized",
+                    f"{label} after {packed} in {bits} bits",
+                    (q, dense, records),
+                    lambda *arrays, rest=rest: [sdpa_quantized.fused(*arrays, *rest)],
+                    lambda *arrays, rest=rest: [sdpa_quantized.reference(*arrays, *rest)],
+                    lambda inputs, outputs: (outputs[0], *inputs[1:]),
+                    q.dtype,
+                    calls=calls // 3,
+                )
+
+
+def _dtype(model: "Transformer") -> mx.Dtype:
+    """Of the activations."""
+    return model.norm.weight.dtype
+
+
+def _random(model: "Transformer", shape: tuple[int, ...], seed: int) -> mx.array:
+    """Values as activations have them, the same at every call; not computed before a trial needs them."""
+    return mx.random.normal(shape, key=mx.random.key(seed)).astype(_dtype(model))

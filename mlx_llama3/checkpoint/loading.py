@@ -1,0 +1,146 @@
+"""From a model folder to a `Transformer` that is ready to run."""
+
+import logging
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_llama3.checkpoint.cpu_blocks import spread_blocks
+from mlx_llama3.checkpoint.folder import Checkpoint, Quantization
+from mlx_llama3.checkpoint.tensor_names import official_to_hf
+from mlx_llama3.model.config import ModelArgs
+from mlx_llama3.model.layers import tiled_linear as cpu
+from mlx_llama3.model.layers.packed_linear import PackedLinear
+from mlx_llama3.model.transformer import Transformer
+from mlx_llama3.system.memory import available_memory, check_memory
+
+log = logging.getLogger(__name__)
+
+
+class Part(Protocol):
+    """The part of a model that one of several ranks holds (`parallel.tensor`, `parallel.pipeline`)."""
+
+    has_ends: bool  # the embedding, the final norm and the head
+    first_layer: int
+
+    def checkpoint(self, folder: str | Path) -> Checkpoint:
+        """The tensors of this part."""
+
+    def model(self, args: ModelArgs) -> Transformer:
+        """An empty model for them."""
+
+    def connect(self, model: Transformer) -> None:
+        """What the model needs to run with the other ranks, once its tensors are in place."""
+
+
+def load_model(folder: str | Path, *, dtype: mx.Dtype | None = None, part: Part | None = None) -> Transformer:
+    """Load the weights of a model folder: checked, packed and evaluated.
+
+    Args:
+        folder: holds `config.json` and `model*.safetensors` with Hugging Face names.
+        dtype: of activations and dense weights. None takes the stored one on the GPU, and float32 on the CPU, whose
+            16-bit arithmetic is slow. On the CPU quantized weights are expanded to `dtype` where memory allows: a dense
+            product is ten times as fast there.
+        part: load only this part of the model; None for all of it.
+
+    Raises:
+        UserError: the folder is no model folder, a tensor does not fit or holds NaN, or memory does not suffice.
+    """
+    checkpoint = Checkpoint(folder) if part is None else part.checkpoint(folder)
+    on_cpu = mx.default_device() == mx.cpu
+    dtype = dtype or (mx.float32 if on_cpu else checkpoint.dtype)
+    expand = on_cpu and _fits_expanded(checkpoint, dtype)
+    if not expand:
+        check_memory(
+            checkpoint.nbytes_as(dtype), str(folder), "choose a smaller model, or one with fewer bits a weight"
+        )
+    checkpoint.check_finite()
+    model = _Assembly(checkpoint, dtype, part).model()
+    if part is not None:
+        part.connect(model)
+    if expand:
+        cpu.expand(model, dtype)
+        spread_blocks(model)
+    mx.eval(model.parameters())
+    return model
+
+
+def _fits_expanded(checkpoint: Checkpoint, dtype: mx.Dtype) -> bool:
+    dense = dtype.size * checkpoint.n_weights
+    if dense <= 0.9 * available_memory():
+        return True
+    if checkpoint.nbytes_as(dtype) < dense:
+        log.warning(
+            "%s: %.1f GB do not fit unpacked; weights stay packed, slow on a CPU", checkpoint.folder, dense / 1e9
+        )
+    return False
+
+
+class _Assembly:
+    """Puts the tensors of a checkpoint into the modules of a `Transformer`, under Meta's names."""
+
+    def __init__(self, checkpoint: Checkpoint, dtype: mx.Dtype, part: Part | None) -> None:
+        self._checkpoint, self._dtype, self._part = checkpoint, dtype, part
+
+    def model(self) -> Transformer:
+        args, part = self._checkpoint.args, self._part
+        model = Transformer(args) if part is None else part.model(args)
+        if part is None or part.has_ends:
+            model.tok_embeddings = self._matrix("tok_embeddings", embedding=True)
+            model.norm.weight = self._vector("norm")
+            if not args.tie_word_embeddings:
+                model.output = self._matrix("output")
+        for i, block in enumerate(model.layers, 0 if part is None else part.first_layer):
+            attention, feed_forward = f"layers.{i}.attention", f"layers.{i}.feed_forward"
+            block.attention_norm.weight = self._vector(f"layers.{i}.attention_norm")
+            block.attention.wqkv = PackedLinear([self._matrix(f"{attention}.{w}") for w in ("wq", "wk", "wv")])
+            block.attention.wo = self._matrix(f"{attention}.wo")
+            block.ffn_norm.weight = self._vector(f"layers.{i}.ffn_norm")
+            block.feed_forward.w13 = PackedLinear([self._matrix(f"{feed_forward}.{w}") for w in ("w1", "w3")])
+            block.feed_forward.w2 = self._matrix(f"{feed_forward}.w2")
+            mx.eval(block.parameters())  # what a layer was packed from is freed before the next
+        return model
+
+    def _take(self, key: str) -> mx.array:
+        """A tensor in the activation dtype: other scales would make products silently float32, which costs speed."""
+        tensor = self._checkpoint.take(key)  # taken out, so that a packed matrix does not live twice
+        return tensor.astype(self._dtype) if mx.issubdtype(tensor.dtype, mx.floating) else tensor
+
+    def _vector(self, official: str) -> mx.array:
+        return self._take(official_to_hf(f"{official}.weight"))
+
+    def _matrix(self, official: str, *, embedding: bool = False) -> nn.Module:
+        """The module of one matrix, dense or quantized; `(rows, columns)` as the file's shape says."""
+        name = official_to_hf(f"{official}.weight")
+        hf = name.removesuffix(".weight")
+        how = self._checkpoint.quantization(hf)
+        weight = self._take(name)
+        if how is None:
+            return _dense(weight, embedding)
+        scales = self._take(f"{hf}.scales")
+        biases = self._take(f"{hf}.biases") if how.mode == "affine" else None
+        return _quantized(weight, scales, biases, how, embedding)
+
+
+# MLX's layers make random weights of the size they are asked for; a size of one group costs nothing, and the real
+# tensors take their place.
+
+
+def _dense(weight: mx.array, embedding: bool) -> nn.Module:
+    module = nn.Embedding(1, 1) if embedding else nn.Linear(1, 1, bias=False)
+    module.weight = weight
+    return module
+
+
+def _quantized(
+    weight: mx.array, scales: mx.array, biases: mx.array | None, how: Quantization, embedding: bool
+) -> nn.Module:
+    make = nn.QuantizedEmbedding if embedding else partial(nn.QuantizedLinear, bias=False)
+    width = max(how.group_size, 32)  # nvfp4 has groups of 16, but packs at least 32 columns
+    dims = (1, width) if embedding else (width, 1)
+    module = make(*dims, group_size=how.group_size, bits=how.bits, mode=how.mode)
+    module.weight, module.scales, module.biases = weight, scales, biases
+    return module

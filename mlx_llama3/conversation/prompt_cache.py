@@ -1,0 +1,147 @@
+"""The cache of a prompt in a file, so that a long prompt is read once and used many times.
+
+Safetensors: `ids`, the prompt's tokens `(n,)`, and what each layer's cache holds (`KVCache.tensors`) as
+`layers.N.NAME`. The metadata say with what model, tokenizer and settings it was made, and hold a CRC-32 of each tensor:
+keys and values that are damaged would give plausible nonsense.
+"""
+
+import json
+import mmap
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_llama3.conversation.fingerprint import model_fingerprint, tokenizer_fingerprint
+from mlx_llama3.errors import UserError
+from mlx_llama3.model.cache.prefix import PrefixCache
+from mlx_llama3.model.cache.settings import CacheSettings
+from mlx_llama3.model.transformer import Transformer
+from mlx_llama3.system.files import check_place, replacing
+from mlx_llama3.tokenizer.tokenizer import Tokenizer
+
+FORMAT = "mlx-llama3 prompt cache"
+VERSION = "1"
+REMAKE = "make it anew with mlx-llama3 cache"
+
+
+def save(path: Path, held: PrefixCache, model: Transformer, tokenizer: Tokenizer, *, name: str) -> None:
+    """Write the whole file or nothing; one that is there already must be a prompt cache to be replaced.
+
+    held: the cache, with its ids. name: of the model, for those who wonder later.
+    Raises `UserError` that names the file.
+    """
+    check_target(path)
+    tensors = {"ids": mx.array(held.ids, dtype=mx.int32)}
+    for number, layer in enumerate(held.layers):
+        tensors |= {f"layers.{number}.{key}": mx.contiguous(tensor) for key, tensor in layer.tensors().items()}
+    metadata = {
+        "format": FORMAT,
+        "version": VERSION,
+        "name": name,
+        "model": model_fingerprint(model),
+        "tokenizer": tokenizer_fingerprint(tokenizer),
+        "settings": json.dumps(asdict(held.settings)),
+        "crc32": json.dumps({key: zlib.crc32(np.array(tensor.view(mx.uint8))) for key, tensor in tensors.items()}),
+    }
+    try:
+        with replacing(path, ".safetensors") as partial:
+            mx.save_safetensors(str(partial), tensors, metadata)
+    except (OSError, RuntimeError) as error:  # MLX tells of a full disk with the one, Python of a missing folder
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UserError(f"{path}: cannot write the prompt cache: {reason}") from error
+
+
+def load(path: Path, model: Transformer, tokenizer: Tokenizer) -> PrefixCache:
+    """The cache that `save` wrote, ready for `PrefixCache.reuse`; its arrays are read when they are first used.
+
+    Raises `UserError`, one line that names the file: it is no prompt cache, damaged or cut off, or made with another
+    model, tokenizer or dtype.
+    """
+    header, begin = _header(path)
+    metadata = _metadata(path, header)
+    made_with = f"{path} was made with {metadata['name']}"
+    if metadata["tokenizer"] != tokenizer_fingerprint(tokenizer):
+        raise UserError(f"{made_with}, whose tokenizer is another one; {REMAKE}")
+    if metadata["model"] != model_fingerprint(model):
+        raise UserError(f"{made_with}, and not with the weights and the dtype of this model; {REMAKE}")
+    try:
+        _check_content(path, header, begin, json.loads(metadata["crc32"]))
+        held = PrefixCache(model, CacheSettings(**json.loads(metadata["settings"])))
+        tensors = mx.load(str(path), format="safetensors")
+        held.ids = tensors["ids"].tolist()
+        for number, layer in enumerate(held.layers):
+            prefix = f"layers.{number}."
+            own = {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
+            layer.restore(own, len(held.ids))
+    except (LookupError, TypeError, ValueError, RuntimeError) as error:
+        raise _damaged(path) from error
+    return held
+
+
+def check_target(path: Path) -> None:
+    """Raise `UserError` for a place where no prompt cache can be written, before anything is read for it."""
+    check_place(path)
+    if path.exists():
+        try:
+            check(path)
+        except UserError as error:
+            raise UserError(f"{path} is there and is no whole prompt cache; choose another name") from error
+
+
+def check(path: Path) -> None:
+    """Raise `UserError` for what is no prompt cache, before a model is loaded for it."""
+    _metadata(path, _header(path)[0])
+
+
+def _damaged(path: Path) -> UserError:
+    return UserError(f"{path} is damaged or cut off; {REMAKE}")
+
+
+def _header(path: Path) -> tuple[dict[str, Any], int]:
+    """The header, and where the data begin; the file must be as long as the header says."""
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            size = path.stat().st_size
+            header = json.loads(file.read(length)) if length <= size else None
+        ends = [entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"]
+    except OSError as error:
+        reason = "no such file" if isinstance(error, FileNotFoundError) else f"cannot be read: {error.strerror}"
+        raise UserError(f"{path}: {reason}") from error
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise UserError(f"{path} is not a prompt cache, or damaged; {REMAKE}") from error
+    if 8 + length + max(ends, default=0) != size:
+        raise _damaged(path)
+    return header, 8 + length
+
+
+def _metadata(path: Path, header: Mapping[str, Any]) -> dict[str, str]:
+    metadata = header.get("__metadata__")
+    if not isinstance(metadata, dict) or metadata.get("format") != FORMAT:
+        raise UserError(f"{path} is not a prompt cache; {REMAKE}, under another name")
+    if metadata.get("version") != VERSION:
+        raise UserError(f"{path} has version {metadata.get('version')}; this program reads {VERSION}; {REMAKE}")
+    if not {"name", "model", "tokenizer", "settings", "crc32"} <= metadata.keys():
+        raise _damaged(path)
+    return metadata
+
+
+def _check_content(path: Path, header: Mapping[str, Any], begin: int, sums: Mapping[str, int]) -> None:
+    """Raise ValueError unless every tensor is what was written."""
+    if header.keys() - {"__metadata__"} != sums.keys():
+        raise ValueError("tensors are missing")
+    with (
+        path.open("rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
+        memoryview(data) as view,
+    ):
+        for key, expected in sums.items():
+            first, last = header[key]["data_offsets"]
+            with view[begin + first : begin + last] as tensor:
+                if zlib.crc32(tensor) != expected:
+                    raise ValueError(f"{key} is damaged")

@@ -1,0 +1,128 @@
+"""What a layer remembers of the past: its rotated keys and its values."""
+
+import copy
+
+import mlx.core as mx
+
+from mlx_llama3.model.layers.attention import attend
+
+# More positions than any pass brings.
+MANY = 1 << 30
+
+
+class KVCache:
+    """Keys and values of one layer, in a buffer that grows by `STEP` positions and is written in place.
+
+    Growing by concatenation would copy everything for every token; here a token is one slice update, of keys and values
+    together.
+    """
+
+    STEP = 256
+
+    def __init__(self) -> None:
+        self.offset = 0
+        self._kv: mx.array | None = None  # (2, B, n_kv_heads, capacity, head_dim)
+
+    def attend(self, q: mx.array, kv: mx.array, scale: float, mask: str | mx.array | None) -> mx.array:
+        """Append the new positions and attend to all so far.
+
+        Args:
+            q: rotated queries of the new positions, `(B, n_heads, S, head_dim)`.
+            kv: their rotated keys, and their values, `(2, B, n_kv_heads, S, head_dim)`.
+            scale: of the products, `head_dim ** -0.5`.
+            mask: "causal", None, or an array as `mx.fast.scaled_dot_product_attention` takes it.
+
+        Returns:
+            `(B, n_heads, S, head_dim)`.
+        """
+        keys, values = self.update_and_fetch(kv)
+        return attend(q, keys, values, scale, mask)
+
+    def update_and_fetch(self, kv: mx.array) -> tuple[mx.array, mx.array]:
+        """Append `(2, B, n_kv_heads, S, head_dim)`; return all keys and values so far, as `fetch` does."""
+        start, end = self.offset, self.offset + kv.shape[3]
+        self._reserve(kv, end)
+        self._kv[:, :, :, start:end] = kv
+        self.offset = end
+        return self.fetch()
+
+    def fetch(self) -> tuple[mx.array, mx.array]:
+        """All keys and values so far, `(B, n_kv_heads, offset, head_dim)` each."""
+        # Slices: an index alone would gather, which copies.
+        return self._kv[0, :, :, : self.offset], self._kv[1, :, :, : self.offset]
+
+    def _reserve(self, kv: mx.array, end: int) -> None:
+        capacity = 0 if self._kv is None else self._kv.shape[3]
+        if end <= capacity:
+            return
+        grown = -(-end // self.STEP) * self.STEP
+        if self._kv is None:
+            self._kv = mx.zeros((*kv.shape[:3], grown, kv.shape[4]), kv.dtype)
+        else:
+            self._kv = mx.pad(self._kv[:, :, :, : self.offset], [(0, 0)] * 3 + [(0, grown - self.offset), (0, 0)])
+
+    def trim(self, count: int) -> None:
+        """Forget the last `count` positions. Raises ValueError if there are fewer."""
+        if not 0 <= count <= self.offset:
+            raise ValueError(f"cannot trim {count} positions of a cache that holds {self.offset}")
+        self.offset -= count
+
+    def positions(self, length: int) -> int | mx.array:
+        """Of the first of `length` new tokens; an array `(B,)` where each row of a batch has its own."""
+        return self.offset
+
+    @property
+    def steady(self) -> int:
+        """New positions that one pass may bring, each seeing of the past what it would see in a pass of its own."""
+        return MANY
+
+    @property
+    def complete(self) -> bool:
+        """Whether every position so far is held; a cache with a window loses some."""
+        return True
+
+    def reach(self, length: int) -> int:
+        """The most positions, at most `length`, that `trim` can go back to."""
+        return min(length, self.offset)
+
+    def tensors(self) -> dict[str, mx.array]:
+        """What is held, by name, cut to what is used, for a file; nothing if the cache is empty."""
+        return {} if self._kv is None else {"kv": self._kv[:, :, :, : self.offset]}
+
+    def restore(self, tensors: dict[str, mx.array], offset: int) -> None:
+        """Fill an empty cache with what `tensors` gave when it held `offset` positions. They need not be read yet."""
+        self._kv, self.offset = tensors.get("kv"), offset
+
+    def prefix(self, count: int) -> "KVCache":
+        """A cache of the first `count` positions, to go on from without changing this one.
+
+        It shares the buffers until one of the two is written to, which copies them.
+        """
+        twin = copy.copy(self)
+        if self._kv is not None:
+            twin._kv = self._kv[...]  # an array of its own over the same buffer: `a[...] = b` changes what `a` is
+        twin.trim(self.offset - count)
+        return twin
+
+    @property
+    def state(self) -> list[mx.array]:
+        """The buffer, for `mx.eval`; empty before the first update."""
+        return [] if self._kv is None else [self._kv]
+
+
+def check_start(cache: list[KVCache] | None, start_pos: int, n_layers: int) -> None:
+    """Raise ValueError unless `start_pos` is where every layer's cache ends.
+
+    A call that drops `start_pos` would rotate as if it began at position 0, and give plausible nonsense.
+    """
+    if cache is None:
+        if start_pos != 0:
+            raise ValueError(
+                f"start_pos is {start_pos} but there is no cache that holds the {start_pos} positions before"
+            )
+        return
+    if len(cache) != n_layers:
+        raise ValueError(f"the cache is for {len(cache)} layers, the model has {n_layers}")
+    for layer, entry in enumerate(cache):
+        if entry.offset != start_pos:
+            raise ValueError(f"start_pos is {start_pos} but the cache of layer {layer} holds {entry.offset} positions")

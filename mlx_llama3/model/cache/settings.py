@@ -1,0 +1,65 @@
+"""How a model remembers: what may be asked for, and the layers' caches that do it."""
+
+from dataclasses import dataclass
+
+from mlx_llama3.errors import UserError
+from mlx_llama3.model.cache.kv_cache import KVCache
+from mlx_llama3.model.cache.quantized import QuantizedKVCache
+from mlx_llama3.model.cache.rotating import RotatingKVCache, Window
+from mlx_llama3.model.config import ModelArgs
+from mlx_llama3.model.kernels.kv_packing import KEY_GROUP, RecordLayout
+
+KV_BITS = (4, 8)
+
+
+@dataclass(frozen=True)
+class CacheSettings:
+    """What `Transformer.make_cache` is asked for; by default all keys and values in the model's dtype.
+
+    kv_bits: 4 or 8 keeps values in so many bits, and keys in 8 (`quantized_cache.py`).
+    max_kv_size: hold so many positions at most, the `kv_keep` first and the last ones (`rotating_cache.py`).
+    Raises `UserError` for a value out of range, and for settings that do not go together.
+    """
+
+    kv_bits: int | None = None
+    max_kv_size: int | None = None
+    kv_keep: int = 4
+
+    def __post_init__(self) -> None:
+        self._check_window()
+        if self.kv_bits is not None and self.kv_bits not in KV_BITS:
+            raise UserError(f"kv_bits is {self.kv_bits}; values of the cache take 4 or 8 bits")
+
+    def _check_window(self) -> None:
+        if self.kv_keep < 0:
+            raise UserError(f"kv_keep is {self.kv_keep}; it must be a whole number, 0 or above")
+        if self.max_kv_size is None:
+            return
+        if self.max_kv_size <= self.kv_keep:
+            raise UserError(
+                f"max_kv_size is {self.max_kv_size}; it must be above {self.kv_keep}, the first positions that are kept"
+            )
+        if self.kv_bits is not None:
+            raise UserError("max_kv_size and kv_bits do not go together yet; leave one of them out")
+
+
+DEFAULT = CacheSettings()
+
+
+def make_layers(settings: CacheSettings, args: ModelArgs, *, fused: bool = False) -> list[KVCache]:
+    """An empty cache, one entry a layer; `fused` where the kernel `sdpa_quantized` serves.
+
+    Raises `UserError` for settings that this model cannot have.
+    """
+    if settings.max_kv_size is not None:
+        window = Window(settings.max_kv_size, settings.kv_keep)
+        return [RotatingKVCache(window) for _ in range(args.n_layers)]
+    if settings.kv_bits is not None:
+        if args.head_dim % KEY_GROUP:
+            raise UserError(
+                f"a cache in fewer bits needs heads of a multiple of {KEY_GROUP}, and this model's have "
+                f"{args.head_dim}; leave it as it is"
+            )
+        layout = RecordLayout(args.head_dim, settings.kv_bits)
+        return [QuantizedKVCache(layout, fused=fused) for _ in range(args.n_layers)]
+    return [KVCache() for _ in range(args.n_layers)]

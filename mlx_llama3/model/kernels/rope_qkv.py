@@ -1,0 +1,106 @@
+"""From the packed projection to queries, and to keys and values as the cache holds them."""
+
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_llama3.model.kernels.metal import TYPES, completed, title
+from mlx_llama3.model.layers.rope import Freqs, Position, rotate
+
+HEADS_A_THREAD = 4
+THREADS = 256
+
+# One thread: the pair of numbers i and i + PAIRS of a few heads in a row, which all turn by the same angle. The sine is
+# the precise one: the fast one is noise at the angles of far positions.
+SOURCE = """
+    const uint pair = thread_position_in_grid.x;
+    const uint first = thread_position_in_grid.y * HEADS_A_THREAD;
+    const uint row = thread_position_in_grid.z;
+    const uint B = qkv_shape[0];
+    const uint S = qkv_shape[1];
+    const uint b = row / S;
+    const uint s = row % S;
+
+    const float angle = float(int(s) + OFFSET) * inverse[pair];
+    const float sine = metal::precise::sin(angle);
+    const float cosine = metal::precise::cos(angle);
+
+    for (uint head = first; head < metal::min(first + HEADS_A_THREAD, N_HEADS + 2 * N_KV_HEADS); head++) {
+        const uint at = (row * (N_HEADS + 2 * N_KV_HEADS) + head) * 2 * PAIRS + pair;
+        const T low = qkv[at];
+        const T high = qkv[at + PAIRS];
+        const T turned_low = T(float(low) * cosine - float(high) * sine);
+        const T turned_high = T(float(low) * sine + float(high) * cosine);
+        if (head < N_HEADS) {
+            const uint to = ((b * N_HEADS + head) * S + s) * 2 * PAIRS + pair;
+            q[to] = turned_low;
+            q[to + PAIRS] = turned_high;
+        } else {
+            const uint which = (head - N_HEADS) / N_KV_HEADS;  // 0: keys, 1: values
+            const uint kv_head = (head - N_HEADS) % N_KV_HEADS;
+            const uint to = (((which * B + b) * N_KV_HEADS + kv_head) * S + s) * 2 * PAIRS + pair;
+            kv[to] = which == 0 ? turned_low : low;
+            kv[to + PAIRS] = which == 0 ? turned_high : high;
+        }
+    }
+"""
+
+
+def reference(
+    qkv: mx.array, n_heads: int, n_kv_heads: int, start_pos: Position, freqs: Freqs
+) -> tuple[mx.array, mx.array]:
+    """`(B, S, (n_heads + 2 n_kv_heads) * head_dim)`, rows of wq, wk, wv -> rotated q `(B, n_heads, S, head_dim)`, and
+    rotated keys and values together, `(2, B, n_kv_heads, S, head_dim)`."""
+    B, S, _ = qkv.shape
+    heads = qkv.reshape(B, S, n_heads + 2 * n_kv_heads, -1).swapaxes(1, 2)  # (B, heads, S, head_dim)
+    # Queries and keys turn by the same angles: one rotation for both.
+    qk, v = mx.split(heads, [n_heads + n_kv_heads], axis=1)
+    q, k = mx.split(rotate(qk, start_pos, freqs), [n_heads], axis=1)
+    return q, mx.stack([k, v])
+
+
+def takes(qkv: mx.array, n_heads: int, n_kv_heads: int, start_pos: Position, freqs: Freqs) -> bool:
+    """Types and sizes of the kernel: any of Llama's, with positions that are one number or one a sequence."""
+    width = 2 * freqs.inverse.size
+    return (
+        qkv.dtype in TYPES
+        and freqs.inverse.dtype == mx.float32
+        and qkv.shape[2] == (n_heads + 2 * n_kv_heads) * width
+        and freqs.offset.shape in ((), (qkv.shape[0],))
+    )
+
+
+def fused(qkv: mx.array, n_heads: int, n_kv_heads: int, start_pos: Position, freqs: Freqs) -> tuple[mx.array, mx.array]:
+    """As `reference`, in one kernel, which makes the angles itself, in float32; what it does not take goes there.
+
+    Grid: pairs of a head, groups of 4 heads, B * S. Threadgroup: 256 threads at most. Each byte of `qkv` is read once
+    and each of the outputs written once; 4 * head_dim / 2 bytes of angles are read besides.
+    """
+    if not takes(qkv, n_heads, n_kv_heads, start_pos, freqs):
+        return reference(qkv, n_heads, n_kv_heads, start_pos, freqs)
+    B, S, _ = qkv.shape
+    pairs = freqs.inverse.size
+    groups = -(-(n_heads + 2 * n_kv_heads) // HEADS_A_THREAD)
+    kernel = _kernel(mx.fast.metal_kernel, qkv.dtype, pairs, n_heads, n_kv_heads, freqs.offset.ndim)
+    return tuple(
+        kernel(
+            inputs=[qkv, freqs.inverse, freqs.offset],
+            grid=(pairs, groups, B * S),
+            threadgroup=(pairs, max(1, min(groups, THREADS // pairs)), 1),
+            output_shapes=[(B, n_heads, S, 2 * pairs), (2, B, n_kv_heads, S, 2 * pairs)],
+            output_dtypes=[qkv.dtype, qkv.dtype],
+        )
+    )
+
+
+@cache
+def _kernel(make: Any, dtype: mx.Dtype, pairs: int, n_heads: int, n_kv_heads: int, offset_ndim: int) -> Any:
+    constants = {"PAIRS": pairs, "N_HEADS": n_heads, "N_KV_HEADS": n_kv_heads, "HEADS_A_THREAD": HEADS_A_THREAD}
+    body = SOURCE.replace("OFFSET", "offset[b]" if offset_ndim else "offset")
+    return make(
+        name=title("rope_qkv", dtype, *constants.values(), offset_ndim),
+        input_names=["qkv", "inverse", "offset"],
+        output_names=["q", "kv"],
+        source=completed(body, dtype, **constants),
+    )

@@ -1,0 +1,109 @@
+"""Rotary position embeddings (RoPE, arXiv 2104.09864) with Llama 3.1's scaling, in the half-split layout of HF.
+
+The half-split layout pairs element i of a head with element i + head_dim/2; Meta's own files pair 2i with 2i + 1. The
+converter permutes the rows of wq and wk once, so that both rotate the same numbers.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+import mlx.core as mx
+
+from mlx_llama3.model.config import ModelArgs, RopeScaling
+
+# Where a pass begins: one position for all sequences, or `(B,)` int32, one for each.
+Position = int | mx.array
+
+
+@dataclass(frozen=True)
+class Freqs:
+    """By what angles the positions of one pass turn.
+
+    offset: position of the first token, int32 `()`, or `(B,)` where each sequence has its own. An array, so that what
+        is compiled or recorded for one position serves all others.
+    inverse: radians a position, float32 `(head_dim / 2,)`. periods: the reciprocal, which `mx.fast.rope` takes.
+    table: cosine and sine of all the pass's angles, float32 `(S, head_dim / 2)` or `(B, 1, S, head_dim / 2)`; None
+        where a kernel makes them.
+    turn: of a single position on the CPU, the rotation as a matrix, float32 `(head_dim, head_dim)`: one operation
+        instead of nine.
+    """
+
+    offset: mx.array
+    inverse: mx.array
+    periods: mx.array
+    table: tuple[mx.array, mx.array] | None = None
+    turn: mx.array | None = None
+
+
+def inverse_frequencies(args: ModelArgs) -> mx.array:
+    """Angle per position of each pair, radians: float32 `(head_dim / 2,)`.
+
+    Source: Meta `models/llama3/model.py`, `precompute_freqs_cis` and `apply_scaling`; float32 as there.
+    """
+    exponents = mx.arange(0, args.head_dim, 2, dtype=mx.float32) / args.head_dim
+    inverse = 1.0 / args.rope_theta**exponents
+    return inverse if args.rope_scaling is None else _scale(inverse, args.rope_scaling)
+
+
+def _scale(inverse: mx.array, scaling: RopeScaling) -> mx.array:
+    wavelength = 2 * math.pi / inverse
+    # 0 for wavelengths that are stretched wholly, 1 for those that are kept, linear in the frequency between.
+    smooth = (scaling.original_max_position / wavelength - scaling.low_freq_factor) / (
+        scaling.high_freq_factor - scaling.low_freq_factor
+    )
+    smooth = mx.clip(smooth, 0, 1)
+    return (1 - smooth) * inverse / scaling.factor + smooth * inverse
+
+
+class Rope:
+    """The rotation of one forward pass: made once, applied to the queries and keys of every layer."""
+
+    def __init__(self, args: ModelArgs) -> None:
+        self._inverse = inverse_frequencies(args)
+        # What mx.fast.rope takes: the reciprocal, positions per radian.
+        self.periods = 1.0 / self._inverse
+        mx.eval(self._inverse, self.periods)
+
+    def frequencies(self, start_pos: Position, length: int, *, table: bool | None = None) -> Freqs:
+        """What `rotate` needs for positions `start_pos ... start_pos + length - 1`.
+
+        On the GPU the periods, for fused kernels. The CPU backend takes `mx.fast.rope` apart into a dozen operations a
+        call, sines included; there it is a table, made once and shared by all layers.
+
+        Args:
+            start_pos: one for all sequences, or `(B,)` int32, one for each.
+            table: make one or not; None: on the CPU.
+        """
+        offset = start_pos if isinstance(start_pos, mx.array) else mx.array(start_pos)
+        freqs = Freqs(offset, self._inverse, self.periods)
+        if mx.default_device() == mx.gpu if table is None else not table:
+            return freqs
+        cos, sin = self._table(start_pos, length)
+        turn = self._turn(cos, sin) if cos.shape == (1, self._inverse.size) else None
+        return replace(freqs, table=(cos, sin), turn=turn)
+
+    def _table(self, start_pos: Position, length: int) -> tuple[mx.array, mx.array]:
+        positions = mx.arange(length, dtype=mx.float32)
+        if isinstance(start_pos, mx.array):
+            start_pos = start_pos.astype(mx.float32)[..., None, None]  # (B, 1, 1)
+        positions = start_pos + positions  # (S,) or (B, 1, S)
+        angles = positions[..., None] * self._inverse
+        return mx.cos(angles), mx.sin(angles)
+
+    def _turn(self, cos: mx.array, sin: mx.array) -> mx.array:
+        """x @ turn rotates x by the angles whose cosine and sine are `(1, head_dim / 2)`."""
+        half = self._inverse.size
+        straight, across = mx.eye(2 * half), mx.eye(2 * half, k=half) - mx.eye(2 * half, k=-half)
+        return mx.tile(cos, (1, 2)) * straight + mx.tile(sin, (1, 2)) * across
+
+
+def rotate(x: mx.array, start_pos: Position, freqs: Freqs) -> mx.array:
+    """Rotate queries or keys `(B, heads, S, head_dim)` to their positions; same shape and dtype."""
+    if freqs.table is None:
+        how = {"traditional": False, "base": None, "scale": 1.0, "offset": start_pos, "freqs": freqs.periods}
+        return mx.fast.rope(x, x.shape[-1], **how)
+    if freqs.turn is not None and x.dtype == mx.float32:
+        return x @ freqs.turn
+    cos, sin = freqs.table
+    a, b = mx.split(x, 2, axis=-1)
+    return mx.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1).astype(x.dtype)

@@ -1,0 +1,144 @@
+"""The cases that a model gives for the trials: its own shapes, types and weights, right on the reference's side."""
+
+import logging
+from dataclasses import replace
+
+import pytest
+from stand_in_device import StandIn
+from tiny_models import quantized, random_weights, tiny_args, write_folder
+
+from mlx_llama3.autotune.cases import model_cases
+from mlx_llama3.autotune.choice import NAMES, choose
+from mlx_llama3.autotune.decisions import DecisionFile
+from mlx_llama3.autotune.trial import Timing, difference, try_kernel
+from mlx_llama3.autotune.whole_step import CONTEXT, step_case
+from mlx_llama3.checkpoint import loading
+from mlx_llama3.model.kernels import FUSED, REFERENCE, rope_qkv
+from mlx_llama3.model.transformer import Transformer
+from tests.metal_harness.emulator import emulated
+
+import mlx.core as mx  # isort: skip
+
+ARGS = tiny_args(dim=128, hidden_dim=256, head_dim=64)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Transformer:
+    """Its weights are packed in 4 bits, the feed-forward of the last layer in 8."""
+    weights = random_weights(ARGS)
+    packed, last = quantized(weights), quantized(weights, bits=8)
+    eight = ("mlp.gate_proj", "mlp.up_proj")
+    names = [name for name in last if name.startswith("model.layers.2") and any(each in name for each in eight)]
+    packed |= {name: last[name] for name in names}
+    settings = {"bits": 4, "group_size": 32}
+    settings |= {f"model.layers.2.{name}": {"bits": 8, "group_size": 32} for name in eight}
+    folder = write_folder(tmp_path_factory.mktemp("model"), ARGS, packed, quantization=settings)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loading, "_fits_expanded", lambda *_: False)  # as on a Mac
+        return loading.load_model(folder)
+
+
+def test_cases_are_the_models_own(model) -> None:
+    cases = model_cases(model)
+    keys = [case.key for each in cases.values() for case in each]
+    assert len(set(keys)) == len(keys)
+    assert "add_rms_norm(float32[1,1,128],float32[1,1,128],float32[128])" in keys
+    assert "rope_qkv(float32[1,257,512])heads(4,2)" in keys
+    assert "swiglu_qmv(float32[1,1,128])4bit/32affineuint32[512,16]" in keys
+    assert "swiglu_qmv(float32[1,3,128])8bit/32affineuint32[512,32]" in keys
+    assert "sdpa_quantized(float32[1,4,3,64],float32[2,1,2,168,64],uint32[1,2,1900,27])" in keys
+    # The kernel takes no prompts, so there is nothing to try for them.
+    assert {case.inputs[0].shape[1] for case in cases["swiglu_qmv"]} == {1, 3}
+    assert {case.inputs[0].shape[1] for case in cases["add_rms_norm"]} == {1, 3, 257}
+
+
+def test_calls_in_a_row_keep_their_shapes(model) -> None:
+    for kernel, cases in model_cases(model).items():
+        for case in cases:
+            inputs = case.inputs
+            for _ in range(3):
+                inputs = case.again(inputs, case.reference(*inputs))
+            shapes = [each.shape for each in inputs if isinstance(each, mx.array)]
+            assert shapes == [each.shape for each in case.inputs if isinstance(each, mx.array)], kernel
+
+
+def test_calls_in_a_row_take_the_weights_of_one_layer_after_the_other(model) -> None:
+    case = next(case for case in model_cases(model)["swiglu_qmv"] if "4bit" in case.key)
+    x, _ = case.inputs
+    first, second = (layer.feed_forward.w13(x) for layer in model.layers[:2])
+    for index, (gate, up) in enumerate((first, second, first)):
+        assert mx.allclose(case.reference(x, index)[0], gate * mx.sigmoid(gate) * up, atol=1e-6).item()
+    assert case.again(case.inputs, case.reference(*case.inputs))[1] == 1
+
+
+def test_what_a_kernel_does_not_take_is_no_case(tmp_path) -> None:
+    cases = model_cases(loading.load_model(write_folder(tmp_path, tiny_args())))
+    assert cases["swiglu_qmv"] == []  # dense weights
+    assert cases["sdpa_quantized"] == []  # heads of 16
+
+
+def test_the_step_is_that_of_the_model(model) -> None:
+    case = step_case(model, REFERENCE)
+    tokens = mx.concatenate([mx.ones((1, CONTEXT), mx.int32), mx.array([[7]])], axis=1)
+    expected = model(tokens)[:, -1]
+    for _ in range(2):  # each time at the same position
+        for call in (case.reference, case.fused):
+            (logits,) = call(mx.array([[7]]))
+            assert mx.allclose(logits, expected, atol=1e-4).item()
+    token = mx.argmax(expected, axis=-1, keepdims=True)
+    assert mx.array_equal(case.again(case.inputs, case.reference(mx.array([[7]])))[0], token).item()
+    assert 1 <= case.calls <= 16 and case.queued
+
+
+def test_a_queued_case_is_timed_with_the_making_of_its_graph(model) -> None:
+    device = StandIn(noise=0.02)
+    case = step_case(model, REFERENCE)
+
+    def thinking(seconds: float):
+        def call(token: mx.array) -> list[mx.array]:
+            device.now += seconds  # of the host
+            device.spend(1e-6)
+            return case.reference(token)
+
+        return call
+
+    slow = replace(case, calls=2, fused=thinking(3e-3), reference=thinking(1e-3))
+    assert try_kernel([slow], device, Timing()).ratio == pytest.approx(3, abs=0.1)
+    assert try_kernel([replace(slow, queued=False)], device, Timing()).ratio == pytest.approx(1, abs=0.02)
+
+
+@pytest.mark.skipif(mx.metal.is_available(), reason="kernels run here")
+def test_where_kernels_cannot_run_none_serves_and_the_log_says_why(model, tmp_path, caplog) -> None:
+    with caplog.at_level(logging.WARNING):
+        chosen = choose(model_cases(model), DecisionFile(tmp_path / "k.json"), "Linux", device=StandIn())
+    assert chosen.kernels == REFERENCE
+    assert {each.state for each in chosen.decisions.values()} == {"failed"}
+    assert all("No Metal back-end" in record.getMessage() for record in caplog.records)
+    decision = try_kernel([step_case(model, FUSED)], StandIn(), Timing())
+    assert decision.state == "failed" and "No Metal back-end" in decision.reason
+    model.use(REFERENCE)
+
+
+def test_shipped_kernels_pass_their_trials_on_emulated_metal(model) -> None:
+    """In float32; on the CPU the references' 16-bit products are too inexact to be held against."""
+    cases = [case for each in model_cases(model).values() for case in each]
+    with emulated() as emulation:
+        for case in cases:
+            assert difference(case, StandIn()) is None, case.key
+    assert all(emulation.called(f"llama3_{kernel}") for kernel in NAMES)
+
+
+def test_shipped_kernels_pass_together_on_emulated_metal(model) -> None:
+    with emulated() as emulation:
+        assert difference(step_case(model, replace(FUSED, sdpa_quantized=False)), StandIn()) is None
+    assert all(emulation.called(f"llama3_{kernel}") for kernel in NAMES if kernel != "sdpa_quantized")
+    model.use(REFERENCE)
+
+
+def test_a_mistake_in_a_kernel_is_found_on_emulated_metal(model, monkeypatch) -> None:
+    (case, *_) = model_cases(model)["rope_qkv"]
+    monkeypatch.setattr(rope_qkv, "SOURCE", rope_qkv.SOURCE.replace("float(low) * sine +", "float(low) * sine -"))
+    with emulated(rope_qkv._kernel):
+        decision = try_kernel([case], StandIn(), Timing())
+    rope_qkv._kernel.cache_clear()
+    assert decision.state == "failed" and "one token: output 0 differs by" in decision.reason

@@ -1,0 +1,256 @@
+"""The choice of kernels, without Metal: which serve, what the log says, what is kept and what the variable does."""
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from stand_in_device import StandIn
+from tiny_models import ARGS
+
+from mlx_llama3.autotune import choice
+from mlx_llama3.autotune.choice import NAMES, choose, use_chosen
+from mlx_llama3.autotune.decisions import Decision, DecisionFile
+from mlx_llama3.errors import UserError
+from mlx_llama3.model.kernels import REFERENCE, Kernels
+from mlx_llama3.model.transformer import Transformer
+
+import mlx.core as mx  # isort: skip
+
+
+def raising(x: mx.array) -> mx.array:
+    raise RuntimeError("Unable to build metal library\nprogram_source:3:1: error: unknown type name 'floaat4'")
+
+
+def four(device: StandIn) -> dict:
+    """One that is good, and three that are not."""
+    return {
+        "add_rms_norm": [device.case("add_rms_norm")],
+        "rope_qkv": [device.case("rope_qkv", fused=lambda x: 3 * x)],
+        "swiglu_qmv": [device.case("swiglu_qmv", seconds=2e-5)],
+        "sdpa_quantized": [device.case("sdpa_quantized", fused=raising)],
+    }
+
+
+def test_the_reference_serves_where_a_kernel_is_wrong_slow_or_broken(tmp_path, caplog) -> None:
+    device = StandIn(noise=0.02)
+    with caplog.at_level(logging.INFO):
+        chosen = choose(four(device), DecisionFile(tmp_path / "k.json"), "M9", device=device)
+    assert chosen.kernels == Kernels(add_rms_norm=True)
+    lines = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert [level for level, _ in lines] == ["INFO", "WARNING", "WARNING", "WARNING"]
+    told = [line for _, line in lines]
+    assert told[0].startswith("kernel add_rms_norm: used (one token: 0.5")
+    assert told[1].startswith("kernel rope_qkv: failed (one token: output 0 differs by 0.5 at most")
+    assert told[2].startswith("kernel swiglu_qmv: slower (one token: 2.0")
+    assert told[3].startswith("kernel sdpa_quantized: failed (one token: RuntimeError: program_source:3:1: error: ")
+    assert not any("\n" in line for line in told)
+
+
+def test_nan_is_never_served(tmp_path) -> None:
+    device = StandIn()
+    cases = {"rope_qkv": [device.case(fused=lambda x: x * mx.nan)]}
+    chosen = choose(cases, DecisionFile(tmp_path / "k.json"), "M9", device=device)
+    assert chosen.kernels == REFERENCE
+    assert chosen.decisions["rope_qkv"] == Decision("failed", "one token: output 0 holds NaN or infinity")
+
+
+def test_a_second_start_tries_nothing_and_says_nothing(tmp_path, caplog) -> None:
+    device, file = StandIn(noise=0.02), DecisionFile(tmp_path / "k.json")
+    first = choose(four(device), file, "M9", device=device)
+    caplog.clear()
+    again = StandIn()
+    second = choose(four(again), DecisionFile(file.path), "M9", device=again)
+    assert second == first
+    assert again.runs == 0
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("fault", ["slower", "failed"])
+def test_kernels_that_are_slower_or_wrong_together_do_not_serve(tmp_path, caplog, fault) -> None:
+    device, file = StandIn(), DecisionFile(tmp_path / "k.json")
+    asked = []
+
+    def together(kernels: Kernels):
+        asked.append(kernels)
+        return device.case("all", seconds=2e-5, fused=None if fault == "slower" else raising, label="the model's step")
+
+    cases = {
+        "add_rms_norm": [device.case("a")],
+        "rope_qkv": [device.case("b")],
+        "sdpa_quantized": [device.case("c")],
+        "swiglu_qmv": [device.case("d", seconds=2e-5)],
+    }
+    chosen = choose(cases, file, "M9", together=together, device=device)
+    assert asked == [Kernels(add_rms_norm=True, rope_qkv=True)]
+    assert chosen.kernels == Kernels(sdpa_quantized=True)  # no part of the step
+    assert [each.state for each in chosen.decisions.values()] == [fault, fault, "used", "slower"]
+    assert chosen.decisions["rope_qkv"].reason.startswith("all together: the model's step: ")
+    assert caplog.records[-1].getMessage().startswith(f"all kernels together: {fault} (the model's step: ")
+    before = device.runs
+    assert choose(cases, DecisionFile(file.path), "M9", together=together, device=device) == chosen
+    assert device.runs == before
+
+
+def test_nothing_is_tried_together_where_no_kernel_serves(tmp_path) -> None:
+    device = StandIn()
+    cases = {"add_rms_norm": [device.case(seconds=2e-5)]}
+    choose(cases, DecisionFile(tmp_path / "k.json"), "M9", together=lambda _: pytest.fail("tried"), device=device)
+
+
+@pytest.mark.parametrize("change", ["machine", "shape", "dtype", "weights"])
+def test_another_machine_or_shape_is_tried_anew(tmp_path, change) -> None:
+    device, file = StandIn(), DecisionFile(tmp_path / "k.json")
+    case = device.case()
+    choose({"rope_qkv": [case]}, file, "M9", device=device)
+    before = device.runs
+    x = case.inputs[0]
+    inputs = {"shape": (x[:, :, :32],), "dtype": (x.astype(mx.float16),)}.get(change, case.inputs)
+    weights = "4bit" if change == "weights" else ""
+    other = type(case)("rope_qkv", "b", inputs, case.fused, case.reference, case.again, inputs[0].dtype, weights)
+    choose({"rope_qkv": [other]}, file, "M10" if change == "machine" else "M9", device=device)
+    assert device.runs > before
+    assert len(file.read()) == 2
+
+
+def test_a_kernel_that_ends_the_process_is_left_alone_by_the_next_ones(tmp_path, caplog) -> None:
+    script = (
+        "import os, sys; from pathlib import Path; from stand_in_device import StandIn\n"
+        "from mlx_llama3.autotune.choice import choose; from mlx_llama3.autotune.decisions import DecisionFile\n"
+        "device = StandIn(); cases = {'rope_qkv': [device.case(fused=lambda x: os._exit(9))]}\n"
+        "choose(cases, DecisionFile(Path(sys.argv[1])), 'M9', device=device)"
+    )
+    path = tmp_path / "k.json"
+    support = str(Path(__file__).parents[2] / "support")
+    environment = os.environ | {"PYTHONPATH": support}
+    assert subprocess.run([sys.executable, "-c", script, str(path)], env=environment, timeout=60).returncode == 9
+    device = StandIn()
+    cases = {"rope_qkv": [device.case(fused=lambda x: pytest.fail("it was tried"))]}
+    for start in (1, 2):
+        chosen = choose(cases, DecisionFile(path), "M9", device=device)
+        assert chosen.kernels == REFERENCE
+        assert chosen.decisions["rope_qkv"].reason.startswith("the program ended while it was tried; ")
+        assert str(path) in chosen.decisions["rope_qkv"].reason
+        assert len(caplog.messages) == start and caplog.messages[-1].startswith("kernel rope_qkv: failed (the program")
+
+
+def test_a_trial_that_another_process_is_at_is_waited_for(tmp_path, caplog) -> None:
+    script = (
+        "import sys; from pathlib import Path; from stand_in_device import StandIn\n"
+        "from mlx_llama3.autotune.choice import choose; from mlx_llama3.autotune.decisions import DecisionFile\n"
+        "def fused(x):\n"
+        "    if not sys.stdin.closed: print('trying', flush=True); sys.stdin.readline(); sys.stdin.close()\n"
+        "    return 2 * x\n"
+        "device = StandIn(); cases = {'rope_qkv': [device.case(fused=fused)]}\n"
+        "choose(cases, DecisionFile(Path(sys.argv[1])), 'M9', device=device)"
+    )
+    path = tmp_path / "k.json"
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2] / "support")}
+    command = [sys.executable, "-c", script, str(path)]
+    with subprocess.Popen(command, env=environment, stdin=-1, stdout=-1, text=True) as other:
+
+        class Watched(DecisionFile):
+            def read(self) -> dict[str, Decision]:
+                """The other process goes on once this one has seen its mark."""
+                found = super().read()
+                if not other.stdin.closed:
+                    assert [each.state for each in found.values()] == ["failed"]
+                    other.stdin.close()
+                return found
+
+        assert other.stdout.readline() == "trying\n"
+        device = StandIn()
+        cases = {"rope_qkv": [device.case(fused=lambda x: pytest.fail("it was tried"))]}
+        chosen = choose(cases, Watched(path), "M9", device=device)
+    assert chosen.kernels == Kernels(rope_qkv=True)
+    assert not caplog.records
+
+
+def test_ctrl_c_says_nothing_of_a_kernel(tmp_path) -> None:
+    def interrupted(x: mx.array) -> mx.array:
+        raise KeyboardInterrupt
+
+    device, file = StandIn(), DecisionFile(tmp_path / "k.json")
+    cases = {"add_rms_norm": [device.case("a")], "rope_qkv": [device.case("b", fused=interrupted)]}
+    with pytest.raises(KeyboardInterrupt):
+        choose(cases, file, "M9", device=device)
+    assert [each.state for each in file.read().values()] == ["used"]  # what was found before stays
+
+
+def test_without_a_use_there_is_nothing_to_try(tmp_path) -> None:
+    chosen = choose({"sdpa_quantized": []}, DecisionFile(tmp_path / "k.json"), "M9", device=StandIn())
+    assert chosen.decisions["sdpa_quantized"].state == "absent"
+    assert chosen.kernels == REFERENCE
+    assert not (tmp_path / "k.json").exists()
+
+
+@pytest.mark.parametrize("obstacle", ["damaged", "folder", "no folder"])
+def test_a_file_that_cannot_be_used_changes_nothing_but_the_log(tmp_path, caplog, obstacle) -> None:
+    path = tmp_path / "k.json"
+    if obstacle == "damaged":
+        path.write_text('{"format": 1, "decisions')
+    elif obstacle == "folder":
+        path.mkdir()
+    else:
+        (tmp_path / "file").write_text("")
+        path = tmp_path / "file" / "k.json"
+    device = StandIn()
+    chosen = choose({"add_rms_norm": [device.case()]}, DecisionFile(path), "M9", device=device)
+    assert chosen.kernels == Kernels(add_rms_norm=True)
+    assert len(caplog.records) == (1 if obstacle == "damaged" else 2)  # read, and written
+    assert all(str(path) in record.getMessage() for record in caplog.records)
+
+
+def test_on_the_cpu_the_references_serve_without_asking(monkeypatch) -> None:
+    monkeypatch.delenv(choice.VARIABLE, raising=False)
+    model = Transformer(ARGS)
+    chosen = use_chosen(model)
+    assert model.kernels == REFERENCE
+    assert set(chosen.decisions) == set(NAMES)
+    assert {(each.state, each.reason) for each in chosen.decisions.values()} == {("absent", "there is no Metal here")}
+
+
+def test_reference_on_a_mac_tries_nothing(monkeypatch) -> None:
+    monkeypatch.setenv(choice.VARIABLE, "reference")
+    monkeypatch.setattr(choice, "has_metal", lambda: True)
+    monkeypatch.setattr(choice, "choose", lambda *_, **__: pytest.fail("it was tried"))
+    model = Transformer(ARGS)
+    assert use_chosen(model).decisions["rope_qkv"] == Decision("absent", "MLX_LLAMA3_KERNELS is reference")
+    assert model.kernels == REFERENCE
+
+
+def test_fused_is_taken_untried_on_a_mac_and_refused_elsewhere(monkeypatch) -> None:
+    monkeypatch.setenv(choice.VARIABLE, "fused")
+    model = Transformer(ARGS)
+    with pytest.raises(UserError, match="^MLX_LLAMA3_KERNELS is fused, but the kernels need Metal"):
+        use_chosen(model)
+    assert model.kernels == REFERENCE
+    monkeypatch.setattr(choice, "has_metal", lambda: True)
+    monkeypatch.setattr(choice, "choose", lambda *_, **__: pytest.fail("it was tried"))
+    assert {each.state for each in use_chosen(model).decisions.values()} == {"used"}
+    assert model.kernels.rope_qkv and model.layers[0].attention.fused
+
+
+def test_auto_on_a_mac_uses_what_was_found(monkeypatch, tmp_path) -> None:
+    device = StandIn(noise=0.02)
+    monkeypatch.setenv(choice.VARIABLE, "auto")
+    monkeypatch.setenv("MLX_LLAMA3_CACHE", str(tmp_path))
+    monkeypatch.setattr(choice, "has_metal", lambda: True)
+    monkeypatch.setattr("mlx_llama3.autotune.cases.model_cases", lambda model: four(device))
+    monkeypatch.setattr("mlx_llama3.autotune.whole_step.step_case", lambda model, kernels: device.case("all"))
+    monkeypatch.setattr(choice, "Device", lambda: device)
+    model = Transformer(ARGS)
+    use_chosen(model)
+    assert model.kernels == Kernels(add_rms_norm=True)
+    key = next(iter(DecisionFile(tmp_path / "kernels.json").read()))
+    assert mx.device_info()["device_name"] in key and f"MLX {mx.__version__}" in key and choice.sources_hash() in key
+
+
+@pytest.mark.parametrize("value", ["fast", "FUSED", "0", "reference,fused"])
+def test_a_word_that_is_none_is_an_error_of_one_line(monkeypatch, value) -> None:
+    monkeypatch.setenv(choice.VARIABLE, value)
+    with pytest.raises(UserError) as raised:
+        use_chosen(Transformer(ARGS))
+    assert str(raised.value) == f"MLX_LLAMA3_KERNELS is '{value}'; it must be one of auto, reference, fused"

@@ -1,0 +1,108 @@
+"""A block's parts in the form for the CPU give what the model's own give."""
+
+import threading
+
+import pytest
+from mlx.utils import tree_flatten
+from tiny_models import quantized, random_weights, tiny_args, write_folder
+
+from mlx_llama3.checkpoint.cpu_blocks import SpreadFeedForward, _silu, spread_blocks
+from mlx_llama3.checkpoint.loading import load_model
+from mlx_llama3.model.layers import tiled_linear as cpu
+from mlx_llama3.model.transformer import FeedForward, Transformer
+
+import mlx.core as mx  # isort: skip
+
+
+ARGS = tiny_args(hidden_dim=320)  # 5 tiles: no number of streams but 1 divides them
+
+
+@pytest.fixture(params=[1, 2, 3, 8])
+def cores(request, monkeypatch):
+    monkeypatch.setattr(cpu, "n_streams", lambda: request.param)
+    monkeypatch.setattr(cpu, "_own", threading.local())
+    return request.param
+
+
+def feed_forward() -> FeedForward:
+    mx.random.seed(3)
+    model = Transformer(ARGS)
+    cpu.expand(model, mx.float32)
+    return model.layers[0].feed_forward
+
+
+@pytest.mark.parametrize("shape", [(), (1, 1), (2, 5), (1, 200)])  # 200: its gates by powers of two
+def test_feed_forward(cores, shape):
+    whole = feed_forward()
+    x = mx.random.normal((*shape, whole.w2.weight.shape[0]), key=mx.random.key(1))
+    spread = SpreadFeedForward(whole)
+    y = spread(x)
+    assert y.shape == x.shape
+    assert mx.abs(y - whole(x)).max().item() < 1e-6
+
+
+def test_w1_and_w3_that_are_stored_apart(cores):
+    """As a recipe leaves them that gives one of them other bits."""
+    whole, x = feed_forward(), mx.random.normal((1, 64), key=mx.random.key(1))
+    expected = SpreadFeedForward(whole)(x)
+    w13 = whole.w13.parts[0].weight
+    whole.w13.parts = [cpu.SpreadLinear(w13[:320]), cpu.SpreadLinear(w13[320:])]
+    mx.eval(whole.parameters())
+    before = mx.get_active_memory()
+    spread = SpreadFeedForward(whole)
+    assert mx.array_equal(spread(x), expected).item()
+    assert mx.get_active_memory() - before < w13.nbytes / 4  # views, no copy
+
+
+def test_gates_of_any_size():
+    """A power of two overflows where a gate is shut, and the product is 0 as it should be."""
+    gate = mx.array([0.0, 1e-6, 3.0, -3.0, 90.0, -90.0, 1000.0, -1000.0])
+    expected = gate * mx.sigmoid(gate)
+    found = _silu(mx.repeat(gate, 1000))[::1000]
+    assert mx.abs(found - expected).max().item() < 1e-6
+    assert mx.array_equal(_silu(gate), expected).item()
+
+
+def test_a_new_weight_counts(cores):
+    spread, x = SpreadFeedForward(feed_forward()), mx.ones((1, 1, 64))
+    assert mx.abs(spread(x)).max().item() > 0
+    spread.w13.parts[0].weight = mx.zeros_like(spread.w13.parts[0].weight)
+    assert mx.abs(spread(x)).max().item() == 0
+    spread = SpreadFeedForward(feed_forward())
+    before = spread(x)
+    spread.w2.weight = 2 * spread.w2.weight
+    assert mx.abs(spread(x) - 2 * before).max().item() < 1e-6
+
+
+def test_from_another_thread():
+    spread, x, found = SpreadFeedForward(feed_forward()), mx.ones((1, 1, 64)), []
+    mx.eval(spread.parameters(), x)
+    expected = spread(x).tolist()
+    thread = threading.Thread(target=lambda: found.append(spread(x).tolist()))
+    thread.start()
+    thread.join()
+    assert found == [expected]
+
+
+def test_a_loaded_model_is_spread_and_holds_its_weights_once(tmp_path):
+    args = ARGS
+    settings = {"bits": 4, "group_size": 32}
+    before = mx.get_active_memory()
+    model = load_model(write_folder(tmp_path, args, quantized(random_weights(args)), quantization=settings))
+    assert all(isinstance(layer.feed_forward, SpreadFeedForward) for layer in model.layers)
+    mx.eval(model(mx.array([[1, 2, 3]])), model(mx.array([[1]])))
+    mx.clear_cache()
+    weights = sum(weight.nbytes for _, weight in tree_flatten(model.parameters()))
+    assert mx.get_active_memory() - before < 1.1 * weights + 50_000
+
+
+def test_what_is_not_spread_stays_as_it_is():
+    model = Transformer(tiny_args())
+    before = [layer.feed_forward for layer in model.layers]
+    spread_blocks(model)
+    assert [layer.feed_forward for layer in model.layers] == before
+
+
+def test_hidden_units_that_are_no_whole_tiles_are_not_spread(tmp_path):
+    model = load_model(write_folder(tmp_path, tiny_args(hidden_dim=96)))
+    assert [type(layer.feed_forward) for layer in model.layers] == [FeedForward] * 3

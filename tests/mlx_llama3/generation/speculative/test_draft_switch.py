@@ -1,0 +1,118 @@
+"""When drafting is on, by a clock that the test turns."""
+
+import pytest
+
+from mlx_llama3.generation.speculative.draft_switch import Switch
+
+
+class Clock:
+    """Says what it is set to."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Run:
+    """A run in which passes take known times."""
+
+    def __init__(self, plain: float = 1.0) -> None:
+        self.clock = Clock()
+        self.switch = Switch(self.clock)
+        self.seconds = plain
+        self.begin()
+
+    def begin(self) -> None:
+        self.switch.begin()
+        self.switch.measure(1, drafted=False)  # from the prompt; nobody knows when it began
+
+    def plain(self, count: int = 1) -> None:
+        for _ in range(count):
+            self.clock.now += self.seconds
+            self.switch.measure(1, drafted=False)
+
+    def drafted(self, tokens: int, seconds: float, count: int = 1) -> None:
+        for _ in range(count):
+            self.clock.now += seconds
+            self.switch.measure(tokens, drafted=True)
+
+    def pause(self) -> int:
+        """Plain tokens until drafting is on."""
+        count = 0
+        while not self.switch.on:
+            self.plain()
+            count += 1
+        return count
+
+
+def ready() -> Run:
+    run = Run()
+    run.plain(Switch.FIRST)
+    run.drafted(1, 50.0)  # the draft model reads the prompt: not counted
+    return run
+
+
+def test_a_run_begins_without_drafts_to_know_their_absence():
+    run = Run()
+    assert run.pause() == Switch.FIRST
+
+
+@pytest.mark.parametrize(
+    ("tokens", "seconds", "pays"), [(3, 2.9, True), (3, 3.1, False), (1, 0.9, True), (1, 1.0, False)]
+)
+def test_it_is_on_while_drafted_passes_give_more_tokens_a_second(tokens, seconds, pays):
+    run = ready()
+    run.drafted(tokens, seconds, Switch.WINDOW - 1)
+    assert run.switch.on  # too few to tell
+    run.drafted(tokens, seconds)
+    assert run.switch.on is pays
+
+
+def test_what_counts_is_the_mean_of_tokens_and_the_median_of_times():
+    run = ready()
+    for tokens in (5, 1) * (Switch.WINDOW // 2):
+        run.drafted(tokens, 2.5)
+    assert run.switch.on
+    run.drafted(3, 1000.0)  # the person stopped the output
+    run.drafted(3, 2.5, 3)
+    assert run.switch.on
+
+
+def test_the_pause_doubles_while_it_does_not_pay_and_starts_anew_once_it_did():
+    run, pauses = ready(), []
+    for _ in range(6):
+        while run.switch.on:
+            run.drafted(1, 2.0)
+        pauses.append(run.pause())
+    assert pauses == [32, 64, 128, 256, 512, 512]
+    run.drafted(1, 2.0)  # after a pause the first one is not timed
+    run.drafted(4, 2.0, Switch.WINDOW)
+    while run.switch.on:
+        run.drafted(1, 2.0)
+    assert run.pause() == 32
+
+
+def test_it_notices_when_drafts_become_worse_and_when_plain_passes_become_slow():
+    run = ready()
+    run.drafted(4, 2.0, 100)
+    run.drafted(1, 2.0, Switch.WINDOW - 2)
+    assert not run.switch.on
+    run.seconds = 10.0
+    run.pause()
+    run.drafted(1, 2.0, 2 * Switch.WINDOW)
+    assert run.switch.on
+
+
+def test_the_time_between_two_answers_is_no_pass_and_what_was_learned_stays():
+    run = ready()
+    run.drafted(3, 2.9, Switch.WINDOW)
+    run.clock.now += 1e6
+    run.begin()
+    assert run.switch.on
+    run.drafted(3, 2.9, 3)
+    assert run.switch.on
+    run.drafted(3, 3.1, Switch.WINDOW)
+    run.begin()
+    assert not run.switch.on

@@ -1,0 +1,111 @@
+"""The references of the fused kernels against float64, and when a kernel leaves its work to its reference."""
+
+import numpy as np
+import pytest
+
+from mlx_llama3.model.kernels import add_rms_norm, rope_qkv, swiglu_qmv
+from mlx_llama3.model.layers.packed_linear import PackedLinear
+from mlx_llama3.model.layers.rope import Freqs
+
+import mlx.core as mx  # isort: skip
+import mlx.nn as nn  # isort: skip
+
+
+def double(x):
+    return np.array(x.astype(mx.float32), np.float64)
+
+
+def normal(*shape, seed=0, dtype=mx.float32):
+    return mx.random.normal(shape, key=mx.random.key(seed)).astype(dtype)
+
+
+def freqs(offset, head_dim=8):
+    inverse = 10000.0 ** (-mx.arange(0, head_dim, 2, dtype=mx.float32) / head_dim)
+    return Freqs(mx.array(offset), inverse, 1.0 / inverse)
+
+
+def packed(bits=4, group=32, dim=64, hidden=8, mode="affine", dtype=mx.float32):
+    parts = [nn.QuantizedLinear(dim, hidden, bias=False, group_size=group, bits=bits, mode=mode) for _ in range(2)]
+    for part in parts:
+        part.scales = part.scales.astype(dtype) if mode == "affine" else part.scales
+        part.biases = part.biases.astype(dtype) if mode == "affine" else None
+    return PackedLinear(parts)
+
+
+def test_add_rms_norm():
+    x, update, weight = normal(2, 3, 64), normal(2, 3, 64, seed=1), normal(64, seed=2)
+    stream, normed, squares = map(double, add_rms_norm.reference(x, update, weight, 1e-5))
+    h = double(x) + double(update)
+    np.testing.assert_allclose(stream, h, atol=1e-6)
+    expected = h / np.sqrt(np.square(h).mean(-1, keepdims=True) + 1e-5) * double(weight)
+    np.testing.assert_allclose(normed, expected, atol=1e-5)
+    np.testing.assert_allclose(squares, [np.square(double(update)).sum(-1), np.square(h).sum(-1)], rtol=1e-5)
+
+
+@pytest.mark.parametrize("offset", [7, [3, 900]])
+def test_rope_qkv(offset):
+    B, S, n_heads, n_kv_heads = 2, 3, 4, 2
+    qkv, turning = normal(B, S, 64), freqs(offset)
+    start = turning.offset if isinstance(offset, list) else offset
+    q, kv = map(double, rope_qkv.reference(qkv, n_heads, n_kv_heads, start, turning))
+    assert q.shape == (B, n_heads, S, 8) and kv.shape == (2, B, n_kv_heads, S, 8)
+    heads = double(qkv).reshape(B, S, 8, 8).transpose(0, 2, 1, 3)
+    positions = np.broadcast_to(np.array(offset), (B,))[:, None] + np.arange(S)
+    turn = np.exp(1j * positions[:, None, :, None] * double(turning.inverse))
+    turned = (heads[..., :4] + 1j * heads[..., 4:]) * turn
+    turned = np.concatenate([turned.real, turned.imag], axis=-1)
+    np.testing.assert_allclose(q, turned[:, :4], atol=1e-3)
+    np.testing.assert_allclose(kv, [turned[:, 4:6], heads[:, 6:]], atol=1e-3)
+
+
+def test_swiglu_qmv():
+    w13, x = packed(), normal(1, 2, 64)
+    matrix = w13.parts[0]
+    dense = double(mx.dequantize(matrix.weight, matrix.scales, matrix.biases, group_size=32, bits=4))
+    gate, up = np.split(double(x) @ dense.T, 2, axis=-1)
+    np.testing.assert_allclose(double(swiglu_qmv.reference(w13, x)), gate / (1 + np.exp(-gate)) * up, atol=1e-5)
+
+
+def test_what_add_rms_norm_takes():
+    x, weight = normal(1, 1, 64), normal(64)
+    takes = add_rms_norm.takes
+    assert takes(x, x, weight)
+    assert not takes(x, x.astype(mx.float16), weight)
+    assert not takes(x, x, weight.astype(mx.float16))
+    assert not takes(x[0], x[0], weight)
+    assert not takes(normal(1, 1, 66), normal(1, 1, 66), normal(66))
+    assert not takes(mx.zeros((1, 1, 32772)), mx.zeros((1, 1, 32772)), mx.zeros(32772))
+
+
+def test_what_rope_qkv_takes():
+    qkv = normal(2, 1, 64)
+    takes = rope_qkv.takes
+    assert takes(qkv, 4, 2, 5, freqs(5)) and takes(qkv, 4, 2, 0, freqs([5, 6]))
+    assert not takes(qkv, 5, 2, 5, freqs(5))
+    assert not takes(qkv, 4, 2, 0, freqs([5, 6, 7]))
+    assert not takes(mx.zeros((2, 1, 64), mx.int32), 4, 2, 5, freqs(5))
+
+
+def test_what_swiglu_qmv_takes():
+    x = normal(1, 4, 64)
+    takes = swiglu_qmv.takes
+    assert takes(packed(), x) and takes(packed(bits=8, group=64), x)
+    assert not takes(packed(), normal(1, 5, 64))
+    assert not takes(packed(bits=3), x)
+    assert not takes(packed(mode="mxfp4"), x)
+    assert not takes(packed(hidden=6), x)
+    assert not takes(packed(dtype=mx.float16), x)
+    mixed = PackedLinear([nn.QuantizedLinear(64, 8, bias=False, group_size=32, bits=bits) for bits in (4, 8)])
+    assert not takes(mixed, x)
+    assert not takes(PackedLinear([nn.Linear(64, 8, bias=False) for _ in range(2)]), x)
+
+
+def test_what_is_not_taken_goes_to_the_reference():
+    """Without Metal a call of a kernel would raise."""
+    w13, x = packed(bits=3), normal(1, 1, 64)
+    assert mx.array_equal(swiglu_qmv.fused(w13, x), swiglu_qmv.reference(w13, x)).item()
+    x, weight = normal(1, 1, 66), normal(66)
+    for one, other in zip(
+        add_rms_norm.fused(x, x, weight, 1e-5), add_rms_norm.reference(x, x, weight, 1e-5), strict=True
+    ):
+        assert mx.array_equal(one, other).item()

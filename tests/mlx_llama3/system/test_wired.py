@@ -1,0 +1,71 @@
+"""Wired memory with a stand-in for Metal: raised for the first model, put back after the last one."""
+
+import gc
+import subprocess
+import sys
+
+import pytest
+
+from mlx_llama3.system.wired import Wiring
+
+import mlx.core as mx  # isort: skip
+
+
+class Model:
+    pass
+
+
+@pytest.fixture
+def limits(monkeypatch) -> list[int]:
+    """A Mac's limits: each that is set, in their order, after the one that was there."""
+    found = [7]
+
+    def set_limit(limit: int) -> int:
+        found.append(limit)
+        return found[-2]
+
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    monkeypatch.setattr(mx, "device_info", lambda device: {"max_recommended_working_set_size": 1000.0})
+    monkeypatch.setattr(mx, "set_wired_limit", set_limit)
+    return found
+
+
+def test_the_recommended_working_set_as_long_as_there_are_models(limits) -> None:
+    wiring = Wiring()
+    first, second = Model(), Model()
+    wiring.hold(first)
+    wiring.hold(second)
+    assert limits == [7, 1000]
+    del first
+    gc.collect()
+    assert limits == [7, 1000]
+    del second
+    gc.collect()
+    assert limits == [7, 1000, 7]
+    third = Model()
+    wiring.hold(third)
+    del third
+    gc.collect()
+    assert limits == [7, 1000, 7, 1000, 7]
+
+
+def test_it_is_put_back_at_exit() -> None:
+    script = (
+        "import mlx_llama3, mlx.core as mx; from mlx_llama3.system.wired import hold_wired\n"
+        "mx.metal.is_available = lambda: True\n"
+        "mx.device_info = lambda device: {'max_recommended_working_set_size': 1000}\n"
+        "mx.set_wired_limit = lambda limit: print(limit, flush=True) or 7\n"
+        "class Model: pass\n"
+        "model = Model(); hold_wired(model); print('running', flush=True)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["1000", "running", "7"]
+
+
+def test_without_metal_nothing_is_set(monkeypatch) -> None:
+    monkeypatch.setattr(mx.metal, "is_available", lambda: False)
+    monkeypatch.setattr(mx, "set_wired_limit", lambda limit: pytest.fail("it was set"))
+    model = Model()
+    Wiring().hold(model)
+    del model
+    gc.collect()
