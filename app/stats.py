@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from time import perf_counter
 from typing import Any, NamedTuple
 
-import mlx.core as mx
-
 from mlx_llama3.generation.speculative.speculation import Speculation
 from mlx_llama3.model.cache.kv_cache import KVCache
 from mlx_llama3.model.cache.settings import CacheSettings
+
+import mlx.core as mx
 
 
 class DraftStats(NamedTuple):

@@ -24,7 +24,8 @@ def cache() -> Path:
 
 def demo() -> dict[str, Path]:
     """SmolLM2-135M: the GGUF file of the wheel, and what the converter makes of it."""
-    from convert.demo import demo_gguf, demo_model
+    from convert.demo import demo_model
+    from convert.sources.demo_gguf import demo_gguf
 
     gguf, dense = demo_gguf(), cache() / "smollm2-dense"
     _convert(gguf, dense, "--dequantize", "--dtype", "float16")

@@ -18,7 +18,7 @@ from typing import Any
 import bench_models
 from engines import MlxLm, Ours, prompt
 
-import mlx.core as mx  # isort: skip
+import mlx.core as mx
 
 CONTEXT = 100
 TOKENS = {"mlx-llama3": 8, "mlx-lm": 2}  # a round; mlx-lm's take a fifth of a second each on a CPU

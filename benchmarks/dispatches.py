@@ -11,7 +11,7 @@ from typing import Any
 
 import mlx_llama3  # first: it puts a fast BLAS in place before MLX is loaded  # noqa: F401
 
-import mlx.core as mx  # isort: skip
+import mlx.core as mx
 
 # Primitives that only look at memory in another way. A reshape copies where axes were moved before; of the single
 # position that a decoding pass has, none are.

@@ -45,17 +45,17 @@ class Ours:
         self.model = load_model(path)
 
     def prefill(self, length: int) -> None:
-        import mlx.core as mx
-
         from mlx_llama3.generation.decoding import prefill
+
+        import mlx.core as mx
 
         mx.eval(prefill(self.model, prompt(length), self.model.make_cache()).argmax(-1))
 
     def decode(self, context: int, count: int) -> Callable[[], None]:
-        import mlx.core as mx
-
         from mlx_llama3.generation.decoding import decode
         from mlx_llama3.generation.sampling import Sampler, Sampling
+
+        import mlx.core as mx
 
         cache, args = self.model.make_cache(), self.model.args
         kv = mx.random.normal((2, 1, args.n_kv_heads, context, args.head_dim))

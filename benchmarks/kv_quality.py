@@ -18,7 +18,7 @@ from mlx_llama3.model.cache.quantized import QuantizedKVCache
 from mlx_llama3.model.kernels.kv_packing import RecordLayout
 from mlx_llama3.model.transformer import Transformer
 
-import mlx.core as mx  # isort: skip
+import mlx.core as mx
 
 STEP = QuantizedKVCache.FEW
 # Bits of values, first positions, least of the newest ones, and how many are packed at a time.

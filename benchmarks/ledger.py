@@ -16,9 +16,9 @@ from typing import Any
 from benchmarks.dispatches import recorded
 from benchmarks.ledger_models import WIDTHS, filled, ours, step, theirs
 from mlx_llama3.model.hooks.norms import NormCapture
-from mlx_llama3.model.kernels import FUSED, REFERENCE
+from mlx_llama3.model.kernels.kernel_set import FUSED, REFERENCE
 
-import mlx.core as mx  # isort: skip
+import mlx.core as mx
 
 SHORT, LONG = 100, 2000  # positions in the cache
 ROUNDS, TOKENS = 15, 10

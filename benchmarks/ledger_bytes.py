@@ -20,8 +20,8 @@ from tests.metal_harness.emulator import Dispatch, emulated
 from tests.metal_harness.executor import launch
 from tests.metal_harness.mlx_kernels import mlx_kernel
 
-import mlx.core as mx  # isort: skip
-import mlx.nn as nn  # isort: skip
+import mlx.core as mx
+import mlx.nn as nn
 
 EPS = 1e-5
 GROUP = 64

@@ -11,12 +11,12 @@ from typing import Any
 import mlx_llama3  # first: it puts a fast BLAS in place before MLX is loaded  # noqa: F401
 from mlx_llama3.model.cache.kv_cache import KVCache
 from mlx_llama3.model.config import ModelArgs, RopeScaling
-from mlx_llama3.model.kernels import Kernels
+from mlx_llama3.model.kernels.kernel_set import Kernels
 from mlx_llama3.model.layers.packed_linear import PackedLinear
 from mlx_llama3.model.transformer import Transformer
 
-import mlx.core as mx  # isort: skip
-import mlx.nn as nn  # isort: skip
+import mlx.core as mx
+import mlx.nn as nn
 
 VOCAB = 64
 GROUP, BITS = 64, 4

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
+from convert.sources.params_json import from_meta
 from mlx_llama3.checkpoint.folder import Quantization
 from mlx_llama3.checkpoint.tensor_shapes import expected_shapes
-from mlx_llama3.model.config import ModelArgs, from_meta
+from mlx_llama3.model.config import ModelArgs
 from mlx_llama3.parallel.pipeline import layer_bounds
 from mlx_llama3.parallel.slices import part_shape
 from mlx_llama3.parallel.tensor import check_heads, cut_of

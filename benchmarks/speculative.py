@@ -14,7 +14,7 @@ import time
 import mlx_llama3
 from convert.demo import demo_model
 
-import mlx.core as mx  # isort: skip
+import mlx.core as mx
 
 TEXT = (
     "The lighthouse keeper climbed the stairs every evening at six. He carried a lamp, a book and a small bag of bread."

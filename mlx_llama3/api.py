@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import mlx.core as mx
-
 from mlx_llama3.autotune.choice import asked_way, use_chosen
 from mlx_llama3.checkpoint.folder import read_settings
 from mlx_llama3.checkpoint.loading import load_model
@@ -13,8 +11,10 @@ from mlx_llama3.generation.speculative.speculation import Speculation, check_tok
 from mlx_llama3.generation.speculative.vocabulary_match import check_same_tokens
 from mlx_llama3.model.transformer import Transformer
 from mlx_llama3.system.hub import resolve
-from mlx_llama3.system.wired import hold_wired
+from mlx_llama3.system.memory import hold_wired
 from mlx_llama3.tokenizer.tokenizer import Tokenizer, load_tokenizer
+
+import mlx.core as mx
 
 NGRAM = "ngram"
 

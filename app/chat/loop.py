@@ -2,31 +2,19 @@
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
 
-from app.chat import conversation_file
 from app.chat.pipe import Plain
+from app.chat.session import Chat, Screen
 from app.chat.slash_commands import NAMES, Exit, find_command
 from app.options.draft import asked_draft
 from app.options.model import OpenModel, open_model
 from app.options.options import given_settings
 from app.options.prompt_cache import adopt, asked_cache
-from app.stats import Meter, Stats
 from mlx_llama3.conversation.conversation import Conversation
 from mlx_llama3.errors import UserError
-from mlx_llama3.generation.stream import Step
 from mlx_llama3.model.cache.settings import CacheSettings
-
-if TYPE_CHECKING:
-    from app.chat.terminal import Terminal
-
-Screen: TypeAlias = "Plain | Terminal"
-
-
-class Stopped(Exception):
-    """Ctrl-C while the prompt was being read; ends the generation between two chunks."""
+from mlx_llama3.system.files import read_text
 
 
 def chat(args: argparse.Namespace, max_tokens: int) -> None:
@@ -35,7 +23,7 @@ def chat(args: argparse.Namespace, max_tokens: int) -> None:
     Raises `UserError`; on a terminal only until the chat begins.
     """
     settings = given_settings(args)
-    saved = conversation_file.read(args.resume) if args.resume else None
+    saved = read_text(args.resume) if args.resume else None
     draft, kept = asked_draft(args), asked_cache(args)
     opened = open_model(args.model)
     _check_chat(opened, args.system)
@@ -43,7 +31,7 @@ def chat(args: argparse.Namespace, max_tokens: int) -> None:
     adopt(args.prompt_cache, opened, conversation)
     conversation.draft = draft and draft.open(opened)
     conversation.settings = {"max_tokens": max_tokens} | conversation.settings | settings
-    Chat(opened.name, conversation, _screen()).run()
+    run(Chat(opened.name, conversation, _screen()))
 
 
 def _check_chat(opened: OpenModel, system: str | None) -> None:
@@ -70,73 +58,16 @@ def _conversation(opened: OpenModel, args: argparse.Namespace, saved: str | None
     return conversation
 
 
-class Chat:
-    """The loop of a chat between one conversation and one screen (`Terminal` or `Plain`)."""
-
-    def __init__(self, name: str, conversation: Conversation, screen: Screen) -> None:
-        self.name = name
-        self.conversation = conversation
-        self.screen = screen
-        self.last: Stats | None = None
-
-    def run(self) -> None:
-        """Take messages and commands until the end of input or `/exit`."""
-        self.screen.welcome(f"{self.name} · context of {self.conversation.capacity} tokens · /help for commands")
-        for text in self.screen.messages(self.status, NAMES):
-            try:
-                if command := find_command(text):
-                    command(self)
-                else:
-                    self.answer(partial(self.conversation.send, text))
-            except Exit:
-                return
-            except UserError as error:
-                self.screen.error(error)
-
-    def status(self) -> str:
-        """One line: the model, the use of the context, the speed of the last answer."""
-        speed = f" · {self.last.generation_tps:.1f} tokens/s" if self.last and self.last.generation_tps else ""
-        return f"{self.name} · {self.conversation.used}/{self.conversation.capacity} tokens of context{speed}"
-
-    def answer(self, ask: Callable[..., Iterator[Step]], *, if_empty: str = "the message is not kept") -> None:
-        """Stream what `ask` (the conversation's send or retry) yields; Ctrl-C ends it and keeps what was said.
-
-        if_empty: what becomes of the conversation if nothing was said.
-        """
-        with self.screen.answering() as stopped:
-
-            def reading(done: int, total: int) -> None:
-                if stopped():
-                    raise Stopped
-                self.screen.reading(done, total)
-
-            steps = ask(on_prefill=reading)
-            if dropped := self.conversation.dropped:
-                self.screen.note(f"the oldest {dropped} messages were left out to make room")
-            meter, said, reason = Meter(), "", "stopped"
-            try:
-                for step in steps:
-                    meter.tick()
-                    self.screen.write(step.text)
-                    said, reason = said + step.text, step.finish_reason
-                    if stopped() and reason is None:
-                        steps.close()
-                        reason = "stopped"
-            except Stopped:
-                reason = "stopped"
-            finally:
-                self.screen.end_answer()
-        self.last = meter.stats(self.conversation.fed, self.conversation.draft)
-        self._explain_end(reason, said, if_empty)
-
-    def _explain_end(self, reason: str, said: str, if_empty: str) -> None:
-        if not said.strip():
-            how = "stopped before the answer began" if reason == "stopped" else "the model said nothing"
-            self.screen.note(f"{how}; {if_empty}")
-        elif reason == "stopped":
-            self.screen.note("stopped; what was said is kept")
-        elif reason == "length" and self.conversation.used >= self.conversation.capacity:
-            self.screen.note("the context is full: the answer ends here")
-        elif reason == "length":
-            limit = self.conversation.settings["max_tokens"]
-            self.screen.note(f"cut off at {limit} tokens; /set max_tokens N allows more")
+def run(chat: Chat) -> None:
+    """Take messages and commands until the end of input or `/exit`."""
+    chat.screen.welcome(f"{chat.name} · context of {chat.conversation.capacity} tokens · /help for commands")
+    for text in chat.screen.messages(chat.status, NAMES):
+        try:
+            if command := find_command(text):
+                command(chat)
+            else:
+                chat.answer(partial(chat.conversation.send, text))
+        except Exit:
+            return
+        except UserError as error:
+            chat.screen.error(error)

@@ -5,16 +5,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
+from app.options.stdin import read_stdin
 from mlx_llama3.errors import UserError
-
-
-def read_stdin() -> Iterator[str]:
-    """The lines of standard input, without their ends and a byte order mark. Raises `UserError` if it is not UTF-8."""
-    for number, line in enumerate(sys.stdin.buffer, 1):
-        try:
-            yield line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
-        except UnicodeDecodeError as error:
-            raise UserError(f"line {number} of standard input is not UTF-8 text") from error
 
 
 class Plain:

@@ -6,24 +6,23 @@ from argparse import ArgumentTypeError
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from app.chat import conversation_file
+from app.chat.session import Chat
 from app.options.options import SETTINGS, check_settings
 from app.stats import cache_line
 from mlx_llama3.conversation.conversation import OVERFLOW_POLICIES, Conversation
+from mlx_llama3.conversation.saved import write_file
 from mlx_llama3.errors import UserError
 from mlx_llama3.generation.sampling import Sampling
-
-if TYPE_CHECKING:
-    from app.chat.loop import Chat
+from mlx_llama3.system.files import read_text
 
 
 class Exit(Exception):
     """The person wants to leave."""
 
 
-def show_help(chat: "Chat", _argument: str) -> None:
+def show_help(chat: Chat, _argument: str) -> None:
     """List the commands and keys."""
     width = max(len(f"{name} {command.usage}") for name, command in COMMANDS.items())
     lines = [f"{f'{name} {command.usage}':{width}}  {command.summary}" for name, command in COMMANDS.items()]
@@ -35,7 +34,7 @@ def show_help(chat: "Chat", _argument: str) -> None:
     chat.screen.show("\n".join(lines))
 
 
-def system(chat: "Chat", argument: str) -> None:
+def system(chat: Chat, argument: str) -> None:
     """Show or change the system prompt."""
     if argument:
         chat.conversation.system = None if argument == '""' else argument
@@ -43,19 +42,19 @@ def system(chat: "Chat", argument: str) -> None:
     chat.screen.show(f"system prompt: {prompt}" if prompt else "no system prompt is set")
 
 
-def reset(chat: "Chat", _argument: str) -> None:
+def reset(chat: Chat, _argument: str) -> None:
     """Forget the messages."""
     chat.conversation.reset()
     chat.screen.show("all messages are forgotten" + ("; the system prompt stays" if chat.conversation.system else ""))
 
 
-def undo(chat: "Chat", _argument: str) -> None:
+def undo(chat: Chat, _argument: str) -> None:
     """Take the last message and its answer back."""
     message = chat.conversation.undo()
     chat.screen.show(f"taken back: {message}")
 
 
-def retry(chat: "Chat", _argument: str) -> None:
+def retry(chat: Chat, _argument: str) -> None:
     """Answer the last message again."""
     chat.answer(chat.conversation.retry, if_empty="the answer before is kept")
     settings = chat.conversation.settings
@@ -65,19 +64,19 @@ def retry(chat: "Chat", _argument: str) -> None:
         chat.screen.note("the seed is fixed, so every answer is the same; /set seed default varies them")
 
 
-def save(chat: "Chat", argument: str) -> None:
+def save(chat: Chat, argument: str) -> None:
     """Write the conversation to a file."""
     path = _path(argument, "save")
-    conversation_file.write(path, chat.conversation.to_json())
+    write_file(path, chat.conversation.to_json())
     chat.screen.show(f"saved {len(chat.conversation.messages)} messages to {path}")
 
 
-def load(chat: "Chat", argument: str) -> None:
+def load(chat: Chat, argument: str) -> None:
     """Go on with a saved conversation instead of this one."""
     path = _path(argument, "load")
     old = chat.conversation
     chat.conversation = Conversation.from_json(
-        conversation_file.read(path),
+        read_text(path),
         old.model,
         old.tokenizer,
         source=str(path),
@@ -90,7 +89,7 @@ def load(chat: "Chat", argument: str) -> None:
     chat.screen.show(f"loaded {len(chat.conversation.messages)} messages from {path}; {_use(chat.conversation)}")
 
 
-def set_option(chat: "Chat", argument: str) -> None:
+def set_option(chat: Chat, argument: str) -> None:
     """Show the settings, or change one."""
     name, _, text = argument.partition(" ")
     name, text = name.replace("-", "_"), text.strip()
@@ -106,7 +105,7 @@ def set_option(chat: "Chat", argument: str) -> None:
         raise UserError(f"there is no setting {name!r}{_near(name, [*SETTINGS, 'overflow'])}; /set shows all")
 
 
-def stats(chat: "Chat", _argument: str) -> None:
+def stats(chat: Chat, _argument: str) -> None:
     """Show the speed of the last answer and the memory."""
     if chat.last is None:
         raise UserError("there is no answer yet to measure")
@@ -114,12 +113,12 @@ def stats(chat: "Chat", _argument: str) -> None:
     chat.screen.show(f"{chat.last.lines()}\n{cache}")
 
 
-def context(chat: "Chat", _argument: str) -> None:
+def context(chat: Chat, _argument: str) -> None:
     """Show how full the context is."""
     chat.screen.show(f"{_use(chat.conversation)}; when it is full: {chat.conversation.overflow}")
 
 
-def leave(_chat: "Chat", _argument: str) -> None:
+def leave(_chat: Chat, _argument: str) -> None:
     """End the chat."""
     raise Exit
 
@@ -127,7 +126,7 @@ def leave(_chat: "Chat", _argument: str) -> None:
 class Command(NamedTuple):
     """What a command does, and its line in `/help`."""
 
-    run: Callable[["Chat", str], None]
+    run: Callable[[Chat, str], None]
     usage: str
     summary: str
 
@@ -149,7 +148,7 @@ SYNONYMS = {"/bye": "/exit", "/quit": "/exit", "/?": "/help"}
 NAMES = [*COMMANDS, *SYNONYMS]
 
 
-def find_command(text: str) -> Callable[["Chat"], None] | None:
+def find_command(text: str) -> Callable[[Chat], None] | None:
     """The command that `text` is, or None if it is a message (as `/etc/hosts is ...` and ` /x` are).
 
     Raises `UserError` for a command that does not exist, with the nearest one.

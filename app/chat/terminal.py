@@ -19,6 +19,7 @@ from prompt_toolkit.output import ColorDepth
 from prompt_toolkit.output.vt100 import Vt100_Output
 from prompt_toolkit.styles import Style
 
+from app.console import VISIBLE
 from app.options.options import SETTINGS
 from mlx_llama3.errors import UserError
 from mlx_llama3.system.hub import cache_dir
@@ -26,10 +27,6 @@ from mlx_llama3.system.hub import cache_dir
 QUOTES = '"""'
 PROMPT, CONTINUATION = ">>> ", "... "
 BOLD, DIM, RED, PLAIN = "\x1b[1m", "\x1b[2m", "\x1b[31m", "\x1b[0m"
-
-# A model's text must not steer the terminal: control characters other than tab and newline become visible ones.
-VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"}
-VISIBLE |= dict.fromkeys(range(127, 160), 0xFFFD) | {ord("\r"): None}
 
 
 class Terminal:

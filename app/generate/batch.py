@@ -9,7 +9,8 @@ from dataclasses import fields
 from time import perf_counter
 from typing import Any
 
-from app.generate.batch_input import Line, read_lines, tell
+from app.console import status
+from app.generate.batch_input import Line, read_lines
 from app.generate.batch_output import Output
 from app.options.model import OpenModel, open_model
 from app.options.options import given_settings
@@ -37,7 +38,7 @@ def answer_file(args: argparse.Namespace, max_tokens: int) -> None:
     requests = [_request(line, opened, args) for line in lines]
     with Output(args.out, _fingerprints(requests, opened)) as output:
         if output.done:
-            tell(f"{args.out} holds {output.done} of {len(lines)} answers; going on after them\n")
+            status(f"{args.out} holds {output.done} of {len(lines)} answers; going on after them\n")
         _run(opened, lines, requests, output, args)
 
 
@@ -87,7 +88,7 @@ def _run(
         return
     size = largest_batch(opened.model, requests, args.batch_size)
     if size < args.batch_size:
-        tell(f"memory allows {size} prompts at a time, not {args.batch_size}\n")
+        status(f"memory allows {size} prompts at a time, not {args.batch_size}\n")
     begin, tokens, early = perf_counter(), 0, {}
     # On a terminal that shows the answers themselves there is no place for a count of them.
     counts = sys.stderr.isatty() and str(args.out) != "-"
@@ -97,10 +98,10 @@ def _run(
         while (turn := output.done - first) in early:
             output.write(_as_object(lines[turn], requests[turn], early.pop(turn)))
         if counts:
-            tell(f"{output.done} of {first + len(lines)} answers" + "\n" * (output.done == first + len(lines)))
+            status(f"{output.done} of {first + len(lines)} answers" + "\n" * (output.done == first + len(lines)))
     seconds = perf_counter() - begin
     if args.verbose:
-        tell(f"{len(requests)} answers, {tokens} tokens, {tokens / seconds:.1f} tokens/s, {size} at a time\n")
+        status(f"{len(requests)} answers, {tokens} tokens, {tokens / seconds:.1f} tokens/s, {size} at a time\n")
 
 
 def _as_object(line: Line, request: Request, answer: Answer) -> dict[str, Any]:

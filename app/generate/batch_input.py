@@ -1,12 +1,11 @@
 """The lines of `generate --batch FILE`: each a prompt, or an object with a prompt and options of its own."""
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from app.chat.pipe import read_stdin
 from app.options.options import SETTINGS
+from app.options.stdin import read_stdin
 from mlx_llama3.conversation.saved import read_settings
 from mlx_llama3.errors import UserError
 from mlx_llama3.system.files import parse_json, read_text
@@ -69,8 +68,3 @@ def _messages(content: Mapping[str, Any], where: str, system: str | None) -> lis
         return read_messages(content["messages"])
     except PromptError as error:
         raise UserError(f"{where}: {error}") from error
-
-
-def tell(text: str) -> None:
-    """A line on standard error, in the place of the one before on a terminal."""
-    print(("\r" if sys.stderr.isatty() else "") + text, end="", file=sys.stderr, flush=True)

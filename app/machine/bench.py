@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from app.console import status_on_terminal, wipe_status
 from app.machine.bench_worker import KERNELS, OURS, THEIRS
 from app.machine.copy_speed import copy_speed
 from app.machine.machine import Machine, mlx_lm_version, this_machine
@@ -46,15 +47,13 @@ def _rounds(engines: list[str], folder: Path, prompt: int, tokens: int, rounds: 
         for engine in engines if number % 2 == 0 else engines[::-1]:
             if engine not in results:
                 continue
-            if sys.stderr.isatty():
-                print(f"\rround {number + 1} of {rounds}: {engine:12}", end="", file=sys.stderr, flush=True)
+            status_on_terminal(f"round {number + 1} of {rounds}: {engine:12}")
             result = _work(engine, [str(folder), str(prompt), str(tokens), str(number % 2)])
             if result is None:
                 del results[engine]
             else:
                 results[engine].append(result)
-    if sys.stderr.isatty():
-        print("\r" + " " * 40 + "\r", end="", file=sys.stderr, flush=True)
+    wipe_status(40)
     return results
 
 

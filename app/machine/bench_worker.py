@@ -48,7 +48,7 @@ def ours(folder: Path, length: int, count: int, reverse: bool) -> dict[str, Any]
     from mlx_llama3.errors import UserError
     from mlx_llama3.generation.stream import generate
     from mlx_llama3.model.cache.memory import bytes_a_token
-    from mlx_llama3.model.kernels import REFERENCE
+    from mlx_llama3.model.kernels.kernel_set import REFERENCE
 
     model, tokenizer = load_folder(folder)
     if length + count + 1 > model.args.max_seq_len:

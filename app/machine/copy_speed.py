@@ -10,7 +10,7 @@ import numpy as np
 import mlx_llama3  # first: it puts a fast BLAS in place before MLX is loaded  # noqa: F401
 from mlx_llama3.autotune.choice import has_metal
 
-import mlx.core as mx  # isort: skip
+import mlx.core as mx
 
 SIZE = 2**28  # bytes, more than any cache of a chip holds
 TRIES = 5

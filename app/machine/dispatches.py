@@ -7,7 +7,7 @@ them, and elementwise operations that follow one another are one, because decodi
 
 from dataclasses import dataclass
 
-from mlx_llama3.model.kernels import Kernels
+from mlx_llama3.model.kernels.kernel_set import Kernels
 
 MLX_LM = 17  # of mlx-lm's llama, at short contexts
 

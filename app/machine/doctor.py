@@ -13,12 +13,12 @@ from mlx_llama3.autotune.decisions import Decision
 from mlx_llama3.errors import UserError
 from mlx_llama3.model.cache.memory import bytes_a_token, context_bytes
 from mlx_llama3.model.cache.settings import KV_BITS, CacheSettings
-from mlx_llama3.model.kernels import FUSED, REFERENCE
+from mlx_llama3.model.kernels.kernel_set import FUSED, REFERENCE
 from mlx_llama3.system.hub import DEMO, demo_folder
 from mlx_llama3.system.memory import free_memory
 
-import mlx.core as mx  # isort: skip
-from mlx.utils import tree_flatten  # isort: skip
+import mlx.core as mx
+from mlx.utils import tree_flatten
 
 
 def doctor(name: str | None, *, as_json: bool) -> int:

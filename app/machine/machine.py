@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 import mlx_llama3  # first: it puts a fast BLAS in place before MLX is loaded
-
-import mlx.core as mx  # isort: skip
-
 from app.machine.apple_chips import bandwidth
 from mlx_llama3.autotune.choice import has_metal
 from mlx_llama3.system.memory import available_memory
+
+import mlx.core as mx
 
 
 @dataclass(frozen=True)

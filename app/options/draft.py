@@ -4,7 +4,8 @@ import argparse
 from pathlib import Path
 from typing import NamedTuple
 
-from app.options.model import OpenModel, find_model, told
+from app.console import status_while
+from app.options.model import OpenModel, find_model
 from mlx_llama3.api import NGRAM, load_draft_folder, ngram_draft
 from mlx_llama3.errors import UserError
 from mlx_llama3.generation.speculative.speculation import Speculation, check_tokens
@@ -26,7 +27,7 @@ class Drafting(NamedTuple):
         if not self.needs_model:
             return ngram_draft(self.tokens)
         title, folder = find_model(self.name)
-        with told(f"Loading {title} ..."):
+        with status_while(f"Loading {title} ..."):
             return self.load(opened, folder)
 
     def load(self, opened: OpenModel, folder: Path) -> Speculation:

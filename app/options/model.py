@@ -1,11 +1,10 @@
 """From `--model` to a loaded model and its tokenizer, telling what happens meanwhile."""
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from app.console import status_while
 from convert.demo import demo_model
 from mlx_llama3.api import load_folder
 from mlx_llama3.model.transformer import Transformer
@@ -25,7 +24,7 @@ class OpenModel(NamedTuple):
 def open_model(name: str) -> OpenModel:
     """Fetch what is missing and load. Raises `UserError` in all the ways in which a model can be absent or broken."""
     title, folder = find_model(name)
-    with told(f"Loading {title} ..."):
+    with status_while(f"Loading {title} ..."):
         return load_found(title, folder)
 
 
@@ -42,16 +41,3 @@ def load_found(title: str, folder: Path) -> OpenModel:
     if lead is None:
         return OpenModel(title, *load_folder(folder))
     return OpenModel(title, *lead.load(DEMO if folder == demo_folder() else title, folder))
-
-
-@contextmanager
-def told(what: str) -> Iterator[None]:
-    """Show a line while something takes its time; only on a terminal, where it can be wiped again."""
-    if not sys.stderr.isatty():
-        yield
-        return
-    print(what, end="", file=sys.stderr, flush=True)
-    try:
-        yield
-    finally:
-        print("\r" + " " * len(what) + "\r", end="", file=sys.stderr, flush=True)

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.chat.pipe import read_stdin
+from app.options.stdin import read_stdin
 from mlx_llama3.errors import UserError
 from mlx_llama3.system.files import parse_json, read_bytes
 from mlx_llama3.tokenizer.messages import PromptError, read_messages

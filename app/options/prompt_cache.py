@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
-
+from app.console import status_on_terminal
 from app.options.model import OpenModel, open_model
 from app.options.options import cache_settings, option
 from app.options.prompt import room_for_answer
@@ -20,8 +19,10 @@ from mlx_llama3.errors import UserError
 from mlx_llama3.generation.decoding import prefill
 from mlx_llama3.model.cache.prefix import PrefixCache, common_length
 from mlx_llama3.model.cache.settings import CacheSettings
-from mlx_llama3.system.files import read_text
+from mlx_llama3.system.files import read_some_text
 from mlx_llama3.tokenizer.tokenizer import Tokenizer
+
+import mlx.core as mx
 
 
 def write(args: argparse.Namespace) -> None:
@@ -29,15 +30,13 @@ def write(args: argparse.Namespace) -> None:
     if args.system is not None and args.place != "user":
         raise UserError(f"--system does not go with --as {args.place}, which says everything itself")
     prompt_cache.check_target(args.out)
-    text, settings = read_text(args.prompt_file), cache_settings(args)
-    if not text.strip():
-        raise UserError(f"{args.prompt_file} is empty; there is nothing to remember")
+    text, settings = read_some_text(args.prompt_file), cache_settings(args)
     opened = open_model(args.model)
     ids = beginning(opened.tokenizer, text, args.place, args.system)
     room_for_answer(opened.model, ids, args.context)
     if args.place != "raw":
         settings = keep_head(settings, opened.tokenizer, text if args.place == "system" else args.system)
-    held = PrefixCache(opened.model, settings)
+    held = PrefixCache(opened.model.make_cache(settings), settings)
     with _ended_at_once():
         mx.eval(prefill(opened.model, ids, held.layers, on_prefill=_reading), [layer.state for layer in held.layers])
     held.record(ids)
@@ -88,7 +87,7 @@ def open_cache(
     if messages is not None:
         system = messages[0]["content"] if messages[0]["role"] == "system" else None
         asked = keep_head(asked, opened.tokenizer, system)
-    return PrefixCache(opened.model, asked)
+    return PrefixCache(opened.model.make_cache(asked), asked)
 
 
 def _load(path: Path, opened: OpenModel, asked: CacheSettings) -> PrefixCache:
@@ -124,5 +123,4 @@ def adopt(path: Path | None, opened: OpenModel, conversation: Conversation) -> N
 
 
 def _reading(done: int, total: int) -> None:
-    if sys.stderr.isatty():
-        print(f"\rreading: {done} of {total} tokens", end="\n" if done == total else "", file=sys.stderr, flush=True)
+    status_on_terminal(f"reading: {done} of {total} tokens" + "\n" * (done == total))

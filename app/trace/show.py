@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from app.chat.terminal import VISIBLE
 from app.colours import terminal_ramp
+from app.console import VISIBLE
 from mlx_llama3.errors import UserError
 from mlx_llama3.trace.store import Trace, load_trace
 

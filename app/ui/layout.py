@@ -6,26 +6,18 @@ from contextlib import contextmanager
 import gradio as gr
 
 from app.options.draft import Drafting
-from app.ui import views
 from app.ui.panels import (
     chat as chat_panel,
-)
-from app.ui.panels import (
     conversations as conversations_panel,
-)
-from app.ui.panels import (
     convert as convert_panel,
-)
-from app.ui.panels import (
     models as models_panel,
-)
-from app.ui.panels import (
     settings as settings_panel,
 )
 from app.ui.panels.chat import MODEL_QUEUE, QUICK
 from app.ui.session.mlx_thread import Engine
 from app.ui.session.services import Services
 from app.ui.session.session import Sessions
+from app.ui.views import tabs
 from mlx_llama3.model.cache.settings import DEFAULT, CacheSettings
 
 TITLE = "mlx-llama3"
@@ -62,7 +54,7 @@ def build(
                     conversations = conversations_panel.build()
                     chat = chat_panel.build(gauge)
                 with gr.Column(elem_id="views-column"):
-                    live = views.build(services)
+                    live = tabs.build(services)
                 with _drawer("settings-drawer", "Settings"):
                     settings = settings_panel.build()
                 with _drawer("convert-drawer", "Convert a checkpoint"):

@@ -21,10 +21,10 @@ def run(args: argparse.Namespace) -> int:
 
     UserError for everything that the person can mend.
     """
-    from convert.storage.text_file import read_text
     from convert.verification.perplexity import perplexity
+    from mlx_llama3.system.files import read_some_text
     from mlx_llama3.system.hub import resolve
 
-    text = read_text(args.text) if args.text else None
+    text = read_some_text(args.text) if args.text else None
     print(perplexity(resolve(args.folder), text=text, context=args.context, stride=args.stride))
     return 0

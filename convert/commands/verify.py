@@ -28,15 +28,15 @@ def run(args: argparse.Namespace) -> int:
     """
     from convert.conversion.report import add_to_card
     from convert.sources.find import find_source
-    from convert.storage.text_file import read_text
     from convert.verification.verify import verify
+    from mlx_llama3.system.files import read_some_text
 
     found = verify(
         args.folder,
         find_source(args.against),
         adapter=args.adapter,
         rope_factor=args.rope_factor,
-        text=read_text(args.text) if args.text else None,
+        text=read_some_text(args.text) if args.text else None,
         run=not args.no_run,
     )
     print(found)

@@ -3,11 +3,12 @@
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-import mlx.core as mx
 import numpy as np
 
 from convert.conversion.plan import Step
 from mlx_llama3.errors import UserError
+
+import mlx.core as mx
 
 # Largest bits of a finite number, without the sign.
 _FINITE_BITS = {mx.float16: 0x7BFF, mx.bfloat16: 0x7F7F}

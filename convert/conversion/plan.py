@@ -5,14 +5,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import mlx.core as mx
-
 from convert.conversion.recipe import Recipe
 from convert.sources.source import Source, SourceTensor
 from convert.storage.safetensors_writer import Entry
+from mlx_llama3.checkpoint.config_json import to_hf
 from mlx_llama3.checkpoint.folder import Quantization
 from mlx_llama3.errors import UserError
-from mlx_llama3.model.config import to_hf
+
+import mlx.core as mx
 
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}

@@ -20,7 +20,7 @@ from typing import Any
 from mlx_llama3.checkpoint.folder import Quantization
 from mlx_llama3.checkpoint.tensor_names import hf_to_official
 from mlx_llama3.errors import UserError
-from mlx_llama3.model.config import read_json
+from mlx_llama3.system.files import read_json
 
 BITS = (2, 3, 4, 5, 6, 8)
 GROUP_SIZES = (32, 64, 128)

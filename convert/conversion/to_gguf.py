@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import mlx.core as mx
 import numpy as np
 
 from convert.conversion.progress import Progress
@@ -27,9 +26,12 @@ from convert.storage.staged_file import staged_file
 from convert.storage.staged_folder import check_disk
 from mlx_llama3.checkpoint.tensor_names import hf_to_gguf
 from mlx_llama3.errors import UserError
-from mlx_llama3.model.config import ModelArgs, read_json
+from mlx_llama3.model.config import ModelArgs
+from mlx_llama3.system.files import read_json
 from mlx_llama3.tokenizer.tokenizer import load_tokenizer
 from mlx_llama3.tokenizer.vocabulary.vocabulary import Vocabulary
+
+import mlx.core as mx
 
 # Elements of a block of rows: 16 MB in float32.
 BLOCK_ELEMENTS = 1 << 22

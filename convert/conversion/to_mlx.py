@@ -12,8 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
-
 from convert.conversion.blocks import read_blocks
 from convert.conversion.plan import Plan, Step, make_plan
 from convert.conversion.progress import Progress
@@ -25,6 +23,8 @@ from convert.sources.source import Source
 from convert.storage.safetensors_writer import SafetensorsWriter
 from convert.storage.staged_folder import check_disk, check_target, staged_folder
 from convert.storage.stored_tensor import Checksum
+
+import mlx.core as mx
 
 # Buffers of dropped blocks that MLX may keep for the next ones.
 _CACHE_BYTES = 256 << 20

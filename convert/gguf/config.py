@@ -9,7 +9,7 @@ import numpy as np
 
 from convert.gguf.reader import GGUFError, GGUFTensor
 from convert.gguf.rope_factors import ORIGINAL_MAX_POSITION, scaling_from_factors
-from mlx_llama3.model.config import ConfigError, ModelArgs, RopeScaling
+from mlx_llama3.model.config import ConfigError, ModelArgs, RopeScaling, llama3_rope_factor
 
 ROPE_FACTORS = "rope_freqs.weight"
 # Llama 3.1 and later by their metadata: 3.0 has the same base with a context of 8192, stretched fine-tunes of 3.0 have
@@ -151,8 +151,7 @@ def _rope_scaling(
         return RopeScaling(keys.positive("llama.rope.scaling.factor"), original_max_position=original), []
     if (args.rope_theta, args.max_seq_len) != (SCALED_THETA, SCALED_CONTEXT):
         return None, []
-    # Early files of Llama 3.1 lack the tensor. The 3.2 text models (1B and 3B) were trained with 32, all others with 8.
-    factor = 32.0 if (args.dim, args.n_layers) in ((2048, 16), (3072, 28)) else 8.0
+    factor = llama3_rope_factor(args.dim, args.n_layers)  # early files of Llama 3.1 lack the tensor
     note = (
         f"{ROPE_FACTORS} is missing; Llama 3.1's RoPE scaling with factor {factor:g} was taken for this context length"
     )

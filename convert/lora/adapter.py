@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
-
 from convert.storage.safetensors_reader import read_safetensors
 from convert.storage.stored_tensor import WEIGHT_DTYPES, StoredTensor, to_mlx
 from convert.storage.torch_zip import read_pth
 from mlx_llama3.errors import UserError
-from mlx_llama3.model.config import read_json
+from mlx_llama3.system.files import read_json
+
+import mlx.core as mx
 
 # PEFT: `base_model.model.` + module + part; the adapter's name is "default" where it is written at all.
 _PEFT = re.compile(

@@ -4,12 +4,12 @@ import dataclasses
 from functools import partial
 from pathlib import Path
 
-import mlx.core as mx
-
 from convert.lora.adapter import Update, read_adapter
 from convert.sources.source import QuantizedRows, Source, SourceTensor
 from convert.storage.stored_tensor import to_mlx
 from mlx_llama3.errors import UserError
+
+import mlx.core as mx
 
 
 def with_adapter(source: Source, folder: Path) -> Source:

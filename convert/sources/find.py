@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 
-from convert.demo import demo_gguf
 from convert.gguf.split_files import PART
+from convert.sources.demo_gguf import demo_gguf
 from mlx_llama3.errors import UserError
 from mlx_llama3.system.hub import ALIASES, DEMO, HUB_ID, MODEL_FILE, download, list_files, local_path, resolve
 

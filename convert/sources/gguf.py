@@ -10,7 +10,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import mlx.core as mx
 import numpy as np
 
 from convert.gguf.config import ROPE_FACTORS, args_from_gguf
@@ -35,6 +34,8 @@ from mlx_llama3.checkpoint.folder import Quantization
 from mlx_llama3.checkpoint.tensor_names import hf_to_gguf
 from mlx_llama3.checkpoint.tensor_shapes import expected_shapes
 from mlx_llama3.model.config import ModelArgs
+
+import mlx.core as mx
 
 DENSE = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
 REPACKED = Quantization(bits=8, group_size=AFFINE_GROUP)

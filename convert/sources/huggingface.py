@@ -6,17 +6,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
-
 from convert.sources.source import QuantizedRows, Source, SourceTensor
 from convert.sources.tokenizer_files import copy_tokenizer_files
 from convert.storage.safetensors_reader import read_safetensors
 from convert.storage.stored_tensor import WEIGHT_DTYPES, StoredTensor, to_mlx
 from convert.storage.torch_zip import read_pth
+from mlx_llama3.checkpoint.config_json import from_hf
 from mlx_llama3.checkpoint.folder import Quantization
 from mlx_llama3.checkpoint.tensor_shapes import expected_shapes
 from mlx_llama3.errors import UserError
-from mlx_llama3.model.config import ModelArgs, from_hf, read_json
+from mlx_llama3.model.config import ModelArgs
+from mlx_llama3.system.files import read_json
+
+import mlx.core as mx
 
 # "weights" is what mlx-lm once called its files.
 _SAFETENSORS = re.compile(r"(?:model(?:-\d+-of-(\d+))?|weights(?:\.\d+)?)\.safetensors")

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from convert.sources import unshard as merge
+from convert.sources.params_json import from_meta
 from convert.sources.source import Source, SourceTensor
 from convert.sources.tokenizer_files import write_tokenizer
 from convert.storage.safetensors_reader import read_safetensors
@@ -17,7 +18,8 @@ from convert.storage.torch_zip import read_pth
 from mlx_llama3.checkpoint.tensor_names import hf_to_official, official_to_hf
 from mlx_llama3.checkpoint.tensor_shapes import expected_shapes
 from mlx_llama3.errors import UserError
-from mlx_llama3.model.config import ModelArgs, from_meta, read_json
+from mlx_llama3.model.config import ModelArgs
+from mlx_llama3.system.files import read_json
 from mlx_llama3.tokenizer.llama3_format import llama3_chat_template
 from mlx_llama3.tokenizer.vocabulary.tokenizer_model import Llama3Version, llama3_version
 from mlx_llama3.tokenizer.vocabulary.vocabulary import Vocabulary

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
-
 from convert.storage.stored_tensor import Checksum
 from mlx_llama3.checkpoint.folder import Quantization
 from mlx_llama3.model.config import ModelArgs
 from mlx_llama3.system.hub import cached_repository
+
+import mlx.core as mx
 
 
 @dataclass(frozen=True)

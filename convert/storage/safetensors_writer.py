@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import mlx.core as mx
 import numpy as np
 
 from convert.storage.stored_tensor import DTYPES
+
+import mlx.core as mx
 
 SHARD_BYTES = 5_000_000_000
 _ALIGNMENT = 64

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-import mlx.core as mx
 import numpy as np
 
 from mlx_llama3.errors import UserError
+
+import mlx.core as mx
 
 # safetensors' name of a dtype -> numpy dtype of its bits, MLX dtype. numpy has no bfloat16: its bits travel as uint16.
 DTYPES: dict[str, tuple[np.dtype, mx.Dtype | None]] = {

@@ -4,12 +4,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import mlx.core as mx
 import numpy as np
 
 from convert.conversion.plan import Step
 from convert.sources.source import Source, SourceTensor
 from mlx_llama3.checkpoint.folder import Quantization
+
+import mlx.core as mx
 
 # Half a step of the last bit of a scale, relative to it.
 _ROUNDING = {mx.float32: 2.0**-24, mx.float16: 2.0**-11, mx.bfloat16: 2.0**-9}

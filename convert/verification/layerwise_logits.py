@@ -6,15 +6,15 @@ is kept for a second text.
 
 from collections.abc import Callable
 
-import mlx.core as mx
-import mlx.nn as nn
-
 from convert.conversion.plan import Step
 from convert.sources.source import Source, SourceTensor
 from mlx_llama3.checkpoint.tensor_names import official_to_hf
 from mlx_llama3.model.layers.packed_linear import PackedLinear
 from mlx_llama3.model.layers.rope import Rope
 from mlx_llama3.model.transformer import RMSNorm, TransformerBlock
+
+import mlx.core as mx
+import mlx.nn as nn
 
 
 def run_layerwise(source: Source, tokens: mx.array, *, on_layer: Callable[[], None] = lambda: None) -> mx.array:

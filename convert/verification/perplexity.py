@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import mlx.core as mx
 import numpy as np
 from tqdm import tqdm
 
@@ -14,6 +13,8 @@ from mlx_llama3.checkpoint.loading import load_model
 from mlx_llama3.errors import UserError
 from mlx_llama3.model.transformer import Transformer
 from mlx_llama3.tokenizer.tokenizer import load_tokenizer
+
+import mlx.core as mx
 
 # Positions a pass: the logits of 256 positions of Llama 3 take 130 MB in float32.
 _CHUNK = 256

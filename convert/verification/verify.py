@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import mlx.core as mx
 from tqdm import tqdm
 
 from convert.lora.fuse import with_adapter
@@ -17,6 +16,8 @@ from convert.verification.layerwise_logits import run_layerwise
 from convert.verification.sample_text import TEXT
 from mlx_llama3.errors import UserError
 from mlx_llama3.tokenizer.tokenizer import load_tokenizer
+
+import mlx.core as mx
 
 # Positions of the text that are run: enough for a stable mean, and logits of half a gigabyte at most.
 _POSITIONS = 512

@@ -5,14 +5,14 @@ from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING
 
-import mlx.core as mx
-
 from mlx_llama3.autotune.trial import Case, matrix_form
 from mlx_llama3.model.cache.quantized import QuantizedKVCache
 from mlx_llama3.model.cache.settings import KV_BITS
 from mlx_llama3.model.kernels import add_rms_norm, rope_qkv, sdpa_quantized, swiglu_qmv
 from mlx_llama3.model.kernels.kv_packing import RecordLayout, pack
 from mlx_llama3.model.layers.packed_linear import PackedLinear
+
+import mlx.core as mx
 
 if TYPE_CHECKING:
     from mlx_llama3.model.transformer import Transformer

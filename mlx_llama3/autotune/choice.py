@@ -15,13 +15,13 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import mlx.core as mx
-
 from mlx_llama3.autotune.decisions import Decision, DecisionFile
 from mlx_llama3.autotune.trial import Case, Device, Timing, try_kernel
 from mlx_llama3.errors import UserError
-from mlx_llama3.model.kernels import FUSED, REFERENCE, Kernels
+from mlx_llama3.model.kernels.kernel_set import FUSED, REFERENCE, Kernels
 from mlx_llama3.system.hub import cache_dir
+
+import mlx.core as mx
 
 if TYPE_CHECKING:
     from mlx_llama3.model.transformer import Transformer

@@ -6,10 +6,10 @@ from statistics import median, quantiles
 from time import perf_counter
 from typing import Any
 
+from mlx_llama3.autotune.decisions import Decision
+
 import mlx.core as mx
 import mlx.nn as nn
-
-from mlx_llama3.autotune.decisions import Decision
 
 # Largest difference from the reference, as a share of the largest value of an output; the root mean square of the
 # difference, as a share of the output's, may be a quarter of it. Both round in the model's dtype, at other places.

@@ -6,13 +6,13 @@ A kernel that is faster alone may cost more than it gains in the host's time, wh
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from mlx_llama3.autotune.trial import Case, matrix_form
+from mlx_llama3.model.cache.kv_cache import KVCache
+from mlx_llama3.model.kernels.kernel_set import REFERENCE, Kernels
+
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
-
-from mlx_llama3.autotune.trial import Case, matrix_form
-from mlx_llama3.model.cache.kv_cache import KVCache
-from mlx_llama3.model.kernels import REFERENCE, Kernels
 
 if TYPE_CHECKING:
     from mlx_llama3.model.transformer import Transformer

@@ -8,12 +8,12 @@ of its time.
 from dataclasses import dataclass
 from operator import is_
 
-import mlx.core as mx
-import mlx.nn as nn
-
 from mlx_llama3.model.layers.tiled_linear import OCTAVES, TILE, SpreadLinear, joined, shares, streams, times
 from mlx_llama3.model.residual import Residual
 from mlx_llama3.model.transformer import FeedForward, RMSNorm, Transformer
+
+import mlx.core as mx
+import mlx.nn as nn
 
 # Numbers for whose sake two operations more are worth it.
 _MANY = 4096

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
-
+from mlx_llama3.checkpoint.config_json import from_hf
 from mlx_llama3.checkpoint.tensor_shapes import count_weights, expected_shapes
 from mlx_llama3.errors import UserError
-from mlx_llama3.model import config as configuration
+from mlx_llama3.system.files import read_json
+
+import mlx.core as mx
 
 
 class CheckpointError(UserError):
@@ -48,7 +49,7 @@ class Checkpoint:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         settings = read_settings(self.folder)
-        self.args = configuration.from_hf(settings, source=str(self.folder / "config.json"))
+        self.args = from_hf(settings, source=str(self.folder / "config.json"))
         self._quantization = _quantization_settings(settings, self.folder)
         self.weights = _read_weights(self.folder)
         if self.args.tie_word_embeddings:
@@ -173,7 +174,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
             else "name a folder that mlx-llama3 convert or mlx-lm wrote, or a Hugging Face download"
         )
         raise CheckpointError(f"{folder}: no config.json, so this is no model folder; {way_out}")
-    return configuration.read_json(folder / "config.json")
+    return read_json(folder / "config.json")
 
 
 def _read_weights(folder: Path) -> dict[str, mx.array]:
@@ -196,7 +197,7 @@ def weight_files(folder: Path) -> list[Path]:
     """The files of a model folder that hold its weights; `CheckpointError` if there are none, or one is missing."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        names = configuration.read_json(index).get("weight_map")
+        names = read_json(index).get("weight_map")
         if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
             raise CheckpointError(f"{index}: no weight_map; download or convert the model again")
         paths = [folder / Path(name).name for name in sorted(set(names.values()))]

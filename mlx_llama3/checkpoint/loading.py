@@ -5,9 +5,6 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-import mlx.core as mx
-import mlx.nn as nn
-
 from mlx_llama3.checkpoint.cpu_blocks import spread_blocks
 from mlx_llama3.checkpoint.folder import Checkpoint, Quantization
 from mlx_llama3.checkpoint.tensor_names import official_to_hf
@@ -16,6 +13,9 @@ from mlx_llama3.model.layers import tiled_linear as cpu
 from mlx_llama3.model.layers.packed_linear import PackedLinear
 from mlx_llama3.model.transformer import Transformer
 from mlx_llama3.system.memory import available_memory, check_memory
+
+import mlx.core as mx
+import mlx.nn as nn
 
 log = logging.getLogger(__name__)
 

@@ -206,7 +206,8 @@ class Conversation:
 
     def _new_cache(self) -> PrefixCache:
         """An empty cache; if it has a window, the system prompt never leaves it."""
-        return PrefixCache(self.model, keep_head(self.cache_settings, self.tokenizer, self._system))
+        settings = keep_head(self.cache_settings, self.tokenizer, self._system)
+        return PrefixCache(self.model.make_cache(settings), settings)
 
     def _messages(self, turns: Sequence[Turn], *, system: bool = True) -> list[dict[str, str]]:
         head = [{"role": "system", "content": self._system}] if system and self._system else []

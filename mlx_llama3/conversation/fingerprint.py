@@ -4,12 +4,13 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import asdict
 
-import mlx.core as mx
 import numpy as np
 
 from mlx_llama3.model.layers.packed_linear import row
 from mlx_llama3.model.transformer import Transformer
 from mlx_llama3.tokenizer.tokenizer import Tokenizer
+
+import mlx.core as mx
 
 
 def model_fingerprint(model: Transformer) -> str:

@@ -13,7 +13,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import numpy as np
 
 from mlx_llama3.conversation.fingerprint import model_fingerprint, tokenizer_fingerprint
@@ -23,6 +22,8 @@ from mlx_llama3.model.cache.settings import CacheSettings
 from mlx_llama3.model.transformer import Transformer
 from mlx_llama3.system.files import check_place, replacing
 from mlx_llama3.tokenizer.tokenizer import Tokenizer
+
+import mlx.core as mx
 
 FORMAT = "mlx-llama3 prompt cache"
 VERSION = "1"
@@ -71,7 +72,8 @@ def load(path: Path, model: Transformer, tokenizer: Tokenizer) -> PrefixCache:
         raise UserError(f"{made_with}, and not with the weights and the dtype of this model; {REMAKE}")
     try:
         _check_content(path, header, begin, json.loads(metadata["crc32"]))
-        held = PrefixCache(model, CacheSettings(**json.loads(metadata["settings"])))
+        settings = CacheSettings(**json.loads(metadata["settings"]))
+        held = PrefixCache(model.make_cache(settings), settings)
         tensors = mx.load(str(path), format="safetensors")
         held.ids = tensors["ids"].tolist()
         for number, layer in enumerate(held.layers):

@@ -1,14 +1,15 @@
-"""The file format of a saved conversation: JSON with the system prompt, the messages and the settings."""
+"""Saved conversations: JSON with the system prompt, the messages and the settings, and the file that holds it."""
 
 import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from mlx_llama3.errors import UserError
 from mlx_llama3.generation.sampling import Sampling
-from mlx_llama3.system.files import parse_json
+from mlx_llama3.system.files import parse_json, read_text, replacing
 
 FORMAT = "mlx-llama3 conversation"
 VERSION = 1
@@ -86,3 +87,21 @@ def _with_ids(bias: Any, source: str) -> dict[int, Any]:
     if not isinstance(bias, dict) or not all(token.isdecimal() for token in bias):
         raise UserError(f"{source}: logit_bias must be an object of token ids and numbers")
     return {int(token): value for token, value in bias.items()}
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write the whole file or nothing. Raises `UserError` rather than replace what is not a saved conversation."""
+    try:
+        if path.exists():
+            _check_saved(path)
+        with replacing(path) as partial:
+            partial.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path}: cannot save the conversation: {error.strerror}") from error
+
+
+def _check_saved(path: Path) -> None:
+    try:
+        load(read_text(path), str(path))
+    except UserError as error:
+        raise UserError(f"{path} exists and is not a saved conversation; choose another name") from error

@@ -9,19 +9,19 @@ answer may turn out the other way.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-import mlx.core as mx
-
 from mlx_llama3.errors import UserError
 from mlx_llama3.generation.nan_check import first_nan
 from mlx_llama3.generation.sampling import Sampler, Sampling
 from mlx_llama3.generation.stop_strings import StopStrings
-from mlx_llama3.generation.stream import check_counts, check_prompt, next_text
+from mlx_llama3.generation.stream import SHORTEN, check_counts, check_prompt, next_text
 from mlx_llama3.model.cache.batch import BatchKVCache, Rows, joined, selected
-from mlx_llama3.model.cache.memory import WAY_OUT, context_bytes
+from mlx_llama3.model.cache.memory import context_bytes
 from mlx_llama3.model.residual import plain
 from mlx_llama3.model.transformer import Transformer
 from mlx_llama3.system.memory import check_memory, free_memory
 from mlx_llama3.tokenizer.tokenizer import Tokenizer
+
+import mlx.core as mx
 
 AHEAD = 4  # batches of waiting prompts among which those of like length are sought
 
@@ -81,7 +81,7 @@ def largest_batch(model: Transformer, requests: Sequence[Request], asked: int) -
     longest = max(min(len(request.ids) + request.max_tokens, model.args.max_seq_len) for request in requests)
     needed = context_bytes(model.args, model.norm.weight.dtype, longest)
     room = int(0.7 * free_memory())  # a row that enters or leaves has its buffers copied, and passes need some too
-    check_memory(needed, f"an answer of {longest} tokens with its prompt", WAY_OUT, available=room)
+    check_memory(needed, f"an answer of {longest} tokens with its prompt", SHORTEN, available=room)
     return min(asked, room // needed)
 
 

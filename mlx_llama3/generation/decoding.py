@@ -4,13 +4,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import mlx.core as mx
-
 from mlx_llama3.generation.sampling import Sampler, top_logprobs
 from mlx_llama3.model.cache.kv_cache import KVCache
 from mlx_llama3.model.layers.attention import fitting_chunk
 from mlx_llama3.model.residual import plain
 from mlx_llama3.model.transformer import Transformer
+
+import mlx.core as mx
 
 if TYPE_CHECKING:
     from mlx_llama3.model.hooks.norms import NormCapture, PendingNorms

@@ -2,15 +2,14 @@
 
 from collections.abc import Sequence
 
-import mlx.core as mx
-
 from mlx_llama3.model.transformer import Transformer
-from mlx_llama3.parallel.whole import is_part
+
+import mlx.core as mx
 
 
 def first_nan(model: Transformer, ids: Sequence[int]) -> str:
     """The first module, by its official name, whose output for `ids` (from position 0) holds NaN or infinity."""
-    if is_part(model):
+    if not model.is_whole:
         return "a layer that a run on one machine would name"
     tokens = mx.array([list(ids)])
     freqs = model.rope.frequencies(0, len(ids))

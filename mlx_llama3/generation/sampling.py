@@ -14,9 +14,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import mlx.core as mx
-
 from mlx_llama3.errors import UserError
+
+import mlx.core as mx
 
 SMALLEST_FLOAT32 = 2.0**-126  # a smaller temperature is 0 on the device
 LARGEST = 1e30  # of all options: times any number of tokens, or any logit, it is still finite in float32

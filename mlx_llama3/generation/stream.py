@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,17 +12,20 @@ from mlx_llama3.generation.nan_check import first_nan
 from mlx_llama3.generation.sampling import Sampler, Sampling
 from mlx_llama3.generation.stop_strings import StopStrings
 from mlx_llama3.model.cache.kv_cache import KVCache
-from mlx_llama3.model.cache.memory import check_context
+from mlx_llama3.model.cache.memory import layer_bytes
 from mlx_llama3.model.transformer import Transformer
+from mlx_llama3.system.memory import check_memory, free_memory
 from mlx_llama3.tokenizer.detokenizer import Detokenizer
 from mlx_llama3.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from mlx_llama3.generation.decoding import Choice
     from mlx_llama3.generation.speculative.speculation import Speculation
     from mlx_llama3.model.hooks.norms import NormCapture
+
+
+SHORTEN = "shorten the prompt or the longest answer (--max-tokens)"
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,7 @@ def generate(
         on_chunk = partial(on_prefill, 0, len(ids)) if on_prefill else lambda: None
         draft.begin([*history, *ids], cache, len(ids), chunk=prefill_chunk, on_chunk=on_chunk)
     logits = prefill(runner, ids, cache, chunk=prefill_chunk, on_prefill=on_prefill, capture=capture)
-    loop = decode if draft is None else _speculate(draft)
+    loop = decode if draft is None else draft.decode
     with closing(loop(runner, logits, cache, sampler, count=last, logprobs=logprobs, capture=capture)) as choices:
         for count, choice in enumerate(choices, start=1):
             if choice.is_nan:
@@ -127,12 +130,6 @@ def next_text(
     return shown, "stop" if stopped else "length" if is_last else None
 
 
-def _speculate(draft: "Speculation") -> "Callable[..., Iterator[Choice]]":
-    from mlx_llama3.generation.speculative.speculation import speculate
-
-    return partial(speculate, draft)
-
-
 def _norm_capture(model: Transformer) -> "NormCapture":
     from mlx_llama3.model.hooks.norms import NormCapture  # only tracing needs NumPy, which takes 0.1 s to import
 
@@ -154,6 +151,19 @@ def check_prompt(model: Transformer, ids: Sequence[int], before: int = 0) -> int
     if used >= context:
         raise UserError(f"{used} tokens leave no room in the model's context of {context}; shorten the prompt")
     return context - used
+
+
+def check_context(model: Transformer, cache: Sequence[KVCache], new: int) -> None:
+    """Raise UserError, which names the way out, if memory does not suffice for `new` more positions in `cache`."""
+    layer, end = cache[0], cache[0].offset + new
+    held = sum(array.nbytes for array in layer.state)
+    attention = model.layers[0].attention  # where heads are shared out to several machines, it has those of this one
+    args = replace(model.args, n_heads=attention.n_heads, n_kv_heads=attention.n_kv_heads)
+    grown = layer_bytes(layer, args, model.norm.weight.dtype, end)
+    way_out = SHORTEN
+    if type(layer) is KVCache:
+        way_out += ", or keep the cache in fewer bits (--kv-bits 8)"
+    check_memory(len(cache) * max(0, grown - held), f"a context of {end} tokens", way_out, available=free_memory())
 
 
 def check_counts(**counts: int) -> None:

@@ -7,17 +7,14 @@ with every token.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
-
-import mlx.core as mx
-import mlx.nn as nn
+from typing import Any
 
 from mlx_llama3.model.cache.kv_cache import KVCache
 from mlx_llama3.model.layers.rope import Freqs, Position
 from mlx_llama3.model.residual import Residual
 
-if TYPE_CHECKING:
-    from mlx_llama3.model.transformer import TransformerBlock
+import mlx.core as mx
+import mlx.nn as nn
 
 Stream = mx.array | Residual
 
@@ -46,7 +43,7 @@ class Recordings:
 class RecordedBlock:
     """As the block, for passes over one position. Weights are part of the recording: it is of the block as it was."""
 
-    def __init__(self, block: "TransformerBlock") -> None:
+    def __init__(self, block: Any) -> None:
         self._block, self._scale = block, block.attention.scale
         self._plain: _Halves | None = None
         self._streams: dict[tuple[bool, bool], _Halves] = {}
@@ -77,7 +74,7 @@ class RecordedBlock:
 class _Halves:
     """The recordings of what comes before and after attention, of a stream that is an array."""
 
-    def __init__(self, block: "TransformerBlock", freqs: Freqs) -> None:
+    def __init__(self, block: Any, freqs: Freqs) -> None:
         def before(x: mx.array, offset: mx.array) -> tuple[mx.array, mx.array]:
             return block.attention.project(block.attention_norm(x), offset, replace(freqs, offset=offset))
 
@@ -91,7 +88,7 @@ class _Halves:
 class _StreamHalves:
     """As `_Halves`, of a `Residual` in its parts; with what its watch is to be told, which a replay does not call."""
 
-    def __init__(self, block: "TransformerBlock", freqs: Freqs, fused: bool, watched: bool) -> None:
+    def __init__(self, block: Any, freqs: Freqs, fused: bool, watched: bool) -> None:
         def opened(parts: list[mx.array]) -> tuple[Residual, list[tuple]]:
             told: list[tuple] = []
             return Residual(*parts, fused=fused, watch=(lambda *seen: told.append(seen)) if watched else None), told

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 
-import mlx.core as mx
-
 from mlx_llama3.model.kernels import add_rms_norm
+
+import mlx.core as mx
 
 # Told of each add, in their order: the update and the new stream `(B, S, dim)`, and, where the kernel has found them on
 # its way, the squared norms of both, float32 `(2, B, S)`.

@@ -3,18 +3,19 @@
 B batch, S new positions, T positions so far (cache and new), with Meta's names for modules.
 """
 
-import mlx.core as mx
-import mlx.nn as nn
-
 from mlx_llama3.model.cache.kv_cache import KVCache, check_start
 from mlx_llama3.model.cache.settings import DEFAULT, CacheSettings, make_layers
 from mlx_llama3.model.compiled import Recordings
 from mlx_llama3.model.config import ModelArgs
-from mlx_llama3.model.kernels import REFERENCE, Kernels, rope_qkv, swiglu_qmv
+from mlx_llama3.model.kernels import rope_qkv, swiglu_qmv
+from mlx_llama3.model.kernels.kernel_set import REFERENCE, Kernels
 from mlx_llama3.model.layers.attention import attend
 from mlx_llama3.model.layers.packed_linear import PackedLinear
 from mlx_llama3.model.layers.rope import Freqs, Position, Rope
 from mlx_llama3.model.residual import Residual, Watch
+
+import mlx.core as mx
+import mlx.nn as nn
 
 
 class RMSNorm(nn.Module):
@@ -176,6 +177,14 @@ class Transformer(nn.Module):
     def unembed(self, x: mx.array) -> mx.array:
         """The head alone, for what is normed already: `(..., dim)` -> `(..., vocab_size)`."""
         return self.tok_embeddings.as_linear(x) if self.args.tie_word_embeddings else self.output(x)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all weights are in this process; the model that leads several ranks says False."""
+        return True
+
+    def need_whole(self) -> None:
+        """Raise `UserError` if this is a part of a model, for what reads single heads, neurons or weights."""
 
     def make_cache(self, settings: CacheSettings = DEFAULT) -> list[KVCache]:
         """An empty cache, one entry a layer. Raises `UserError` for settings that this model cannot have."""

@@ -10,6 +10,3 @@ from mlx_llama3.parallel.follower import follow
 from mlx_llama3.parallel.world import World
 
 __all__ = ["World", "follow"]
-
-
-__all__ = ["World", "follow"]

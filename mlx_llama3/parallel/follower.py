@@ -4,8 +4,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
-
 from mlx_llama3.errors import UserError
 from mlx_llama3.model.cache.kv_cache import KVCache
 from mlx_llama3.model.cache.settings import CacheSettings
@@ -13,6 +11,8 @@ from mlx_llama3.model.residual import plain
 from mlx_llama3.model.transformer import Transformer
 from mlx_llama3.parallel.leader import fingerprint, load_part
 from mlx_llama3.parallel.world import World
+
+import mlx.core as mx
 
 
 def follow(world: World, find: Callable[[str], Path]) -> None:

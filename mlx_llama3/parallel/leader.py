@@ -17,8 +17,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
-
 from mlx_llama3.autotune.choice import asked_way
 from mlx_llama3.checkpoint.folder import read_settings
 from mlx_llama3.checkpoint.loading import load_model
@@ -26,14 +24,16 @@ from mlx_llama3.errors import UserError
 from mlx_llama3.model.cache.kv_cache import KVCache, check_start
 from mlx_llama3.model.cache.settings import DEFAULT, CacheSettings
 from mlx_llama3.model.config import ModelArgs
-from mlx_llama3.model.kernels import FUSED
+from mlx_llama3.model.kernels.kernel_set import FUSED
 from mlx_llama3.model.residual import plain
 from mlx_llama3.model.transformer import Transformer
 from mlx_llama3.parallel.pipeline import PipelinePart, PipelineTransformer
 from mlx_llama3.parallel.tensor import TensorPart
 from mlx_llama3.parallel.world import World, launched, world
-from mlx_llama3.system.wired import hold_wired
+from mlx_llama3.system.memory import hold_wired
 from mlx_llama3.tokenizer.tokenizer import Tokenizer, load_tokenizer
+
+import mlx.core as mx
 
 
 @cache
@@ -173,7 +173,26 @@ class Leader:
                 self.world.together = False
 
 
-class LeadTransformer(Transformer):
+class _Leads(Transformer):
+    """What both kinds of rank 0's part share: `_leader` runs each pass on all ranks."""
+
+    _leader: Leader
+
+    @property
+    def is_whole(self) -> bool:
+        return False
+
+    def need_whole(self) -> None:
+        raise self._leader.world.not_whole()
+
+    def residual(self, tokens: mx.array, start_pos: int = 0, cache: list[KVCache] | None = None) -> mx.array:
+        return self._leader.run("residual", super().residual, self, tokens, start_pos, cache)
+
+    def make_cache(self, settings: CacheSettings = DEFAULT) -> list[KVCache]:
+        return self._leader.register(super().make_cache(settings), settings)
+
+
+class LeadTransformer(_Leads):
     """Rank 0's part of a model whose matrices are split."""
 
     def __init__(self, args: ModelArgs, leader: Leader) -> None:
@@ -183,28 +202,16 @@ class LeadTransformer(Transformer):
     def __call__(self, tokens: mx.array, start_pos: int = 0, cache: list[KVCache] | None = None) -> mx.array:
         return self._leader.run("logits", super().__call__, self, tokens, start_pos, cache)
 
-    def residual(self, tokens: mx.array, start_pos: int = 0, cache: list[KVCache] | None = None) -> mx.array:
-        return self._leader.run("residual", super().residual, self, tokens, start_pos, cache)
-
     def unembed(self, x: mx.array) -> mx.array:
         return self._leader.run_head(super().unembed, self, x)
 
-    def make_cache(self, settings: CacheSettings = DEFAULT) -> list[KVCache]:
-        return self._leader.register(super().make_cache(settings), settings)
 
-
-class LeadPipeline(PipelineTransformer):
+class LeadPipeline(_Leads, PipelineTransformer):
     """Rank 0's layers of a model whose layers are split; the embedding and the head are whole."""
 
     def __init__(self, args: ModelArgs, part: PipelinePart, leader: Leader) -> None:
         super().__init__(args, part)
         self._leader = leader
-
-    def residual(self, tokens: mx.array, start_pos: int = 0, cache: list[KVCache] | None = None) -> mx.array:
-        return self._leader.run("residual", super().residual, self, tokens, start_pos, cache)
-
-    def make_cache(self, settings: CacheSettings = DEFAULT) -> list[KVCache]:
-        return self._leader.register(super().make_cache(settings), settings)
 
 
 def load_part(folder: Path, world: World, *, pipeline: bool, leader: Leader | None = None) -> Transformer:

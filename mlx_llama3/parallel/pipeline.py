@@ -10,9 +10,6 @@ from itertools import pairwise
 from math import prod
 from typing import Any
 
-import mlx.core as mx
-import mlx.nn as nn
-
 from mlx_llama3.checkpoint.folder import Checkpoint, CheckpointError
 from mlx_llama3.checkpoint.tensor_shapes import count_weights, expected_shapes
 from mlx_llama3.model.cache.kv_cache import KVCache
@@ -22,6 +19,9 @@ from mlx_llama3.model.residual import plain
 from mlx_llama3.model.transformer import Transformer
 from mlx_llama3.parallel.slices import SlicedCheckpoint
 from mlx_llama3.parallel.world import World
+
+import mlx.core as mx
+import mlx.nn as nn
 
 
 class PipelinePart:

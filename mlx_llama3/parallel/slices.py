@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-import mlx.core as mx
 import numpy as np
 
 from mlx_llama3.checkpoint.folder import Checkpoint, CheckpointError, Quantization, not_finite, weight_files
 from mlx_llama3.checkpoint.tensor_shapes import expected_shapes
+
+import mlx.core as mx
 
 ROWS, COLUMNS = 0, 1
 # More than 2 GB in one call is refused by macOS.

@@ -12,15 +12,15 @@ quantized weights, more than another. Heads must.
 from collections.abc import Callable
 from typing import Any, Protocol
 
-import mlx.core as mx
-import mlx.nn as nn
-
 from mlx_llama3.checkpoint.folder import Checkpoint, CheckpointError, Quantization
 from mlx_llama3.checkpoint.tensor_shapes import expected_shapes
 from mlx_llama3.model.config import ModelArgs
 from mlx_llama3.model.transformer import Transformer
 from mlx_llama3.parallel.slices import COLUMNS, ROWS, Cut, SlicedCheckpoint
 from mlx_llama3.parallel.world import World
+
+import mlx.core as mx
+import mlx.nn as nn
 
 
 class TensorPart:

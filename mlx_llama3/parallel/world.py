@@ -6,11 +6,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import numpy as np
 
 from mlx_llama3.errors import UserError
 from mlx_llama3.parallel.connections import Connections
+
+import mlx.core as mx
 
 # A message is so many bytes, so that a usual one costs one collective: its length (4 bytes), then JSON. What does not
 # fit follows in a second collective.

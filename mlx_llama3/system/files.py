@@ -28,6 +28,14 @@ def read_text(path: Path) -> str:
         raise UserError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
 
 
+def read_some_text(path: Path) -> str:
+    """As `read_text`; raises `UserError` for a file that holds nothing but white space, too."""
+    text = read_text(path)
+    if not text.strip():
+        raise UserError(f"{path} is empty")
+    return text
+
+
 def check_place(path: Path) -> None:
     """Raise `UserError` for a file that cannot be written, before the work is done whose result it is to hold."""
     try:
@@ -63,3 +71,11 @@ def parse_json(text: str | bytes, source: object) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:  # not JSON, not Unicode, or nested without an end
         raise UserError(f"{source} is not JSON: {error}") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """One JSON object from a file. Raises `UserError` naming it if it is missing, unreadable or something else."""
+    value = parse_json(read_bytes(path), path)
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: expected a JSON object, found {type(value).__name__}")
+    return value

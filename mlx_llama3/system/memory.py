@@ -1,11 +1,17 @@
-"""How much memory there is, and a refusal before loading what does not fit."""
+"""How much memory there is, a refusal before loading what does not fit, and wired memory on a Mac.
+
+MLX wires what it holds, so that macOS does not page it out, up to a limit of the process that is 0 at first. While
+there are models, the limit is the working set that Metal recommends for the chip.
+"""
 
 import os
+import weakref
 from pathlib import Path
-
-import mlx.core as mx
+from typing import Any
 
 from mlx_llama3.errors import UserError
+
+import mlx.core as mx
 
 
 def available_memory() -> int:
@@ -38,3 +44,34 @@ def check_memory(needed: int, what: str, way_out: str, *, available: int | None 
         raise UserError(
             f"{what} needs {needed / 1e9:.1f} GB of memory, {available / 1e9:.1f} GB are available; {way_out}"
         )
+
+
+class Wiring:
+    """Raises the limit with the first model and puts it back with the last one, or when the program ends."""
+
+    def __init__(self) -> None:
+        self._models = 0
+        self._before = 0
+
+    def hold(self, model: Any) -> None:
+        """Keep memory wired as long as `model` lives. Nothing where there is no Metal."""
+        if not mx.metal.is_available():
+            return
+        if self._models == 0:
+            self._before = mx.set_wired_limit(available_memory())
+        self._models += 1
+        weakref.finalize(model, self._release)  # called at exit too
+
+    def _release(self) -> None:
+        self._models -= 1
+        if self._models == 0:
+            mx.synchronize()  # MLX wants no change under a computation
+            mx.set_wired_limit(self._before)
+
+
+_OF_THIS_PROCESS = Wiring()
+
+
+def hold_wired(model: Any) -> None:
+    """Keep the memory of this process wired, within the chip's recommended working set, as long as `model` lives."""
+    _OF_THIS_PROCESS.hold(model)

@@ -10,8 +10,7 @@ from typing import Any
 import tiktoken
 
 from mlx_llama3.errors import UserError
-from mlx_llama3.model.config import read_json
-from mlx_llama3.system.files import read_text
+from mlx_llama3.system.files import read_json, read_text
 from mlx_llama3.tokenizer.chat_template import TemplateFormat
 from mlx_llama3.tokenizer.detokenizer import Detokenizer
 from mlx_llama3.tokenizer.llama3_format import ChatFormat, Llama3Format, Pieces, is_llama3_chat_template

@@ -1,16 +1,16 @@
 """Attention patterns. Fused attention gives no weights, so softmax(QK) is computed again for the layer asked for."""
 
-import mlx.core as mx
 import numpy as np
 
 from mlx_llama3.model.transformer import Attention, Transformer
-from mlx_llama3.parallel.whole import need_whole
 from mlx_llama3.trace.position import Position
+
+import mlx.core as mx
 
 
 def attention_from(position: Position, layer: int) -> np.ndarray:
     """How each head of `layer` looks back from `position`: float32 `(n_heads, T)`, keys from the cache."""
-    need_whole(position.model)
+    position.model.need_whole()
     block = position.model.layers[layer]
     x = block.attention_norm(position.states["resid_pre"][layer][None, None])  # (1, 1, dim)
     freqs = position.model.rope.frequencies(position.index, 1)
@@ -21,7 +21,7 @@ def attention_from(position: Position, layer: int) -> np.ndarray:
 
 def attention_pattern(model: Transformer, resid_pre: mx.array, layer: int) -> np.ndarray:
     """The whole causal pattern of a layer, float32 `(n_heads, T, T)`, from its input `resid_pre` `(T, dim)`."""
-    need_whole(model)
+    model.need_whole()
     block, length = model.layers[layer], resid_pre.shape[0]
     freqs = model.rope.frequencies(0, length)
     queries, kv = block.attention.project(block.attention_norm(resid_pre[None]), 0, freqs)

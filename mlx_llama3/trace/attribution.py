@@ -7,11 +7,12 @@ for transformer circuits").
 
 from dataclasses import dataclass
 
-import mlx.core as mx
 import numpy as np
 
 from mlx_llama3.model.layers.packed_linear import row
 from mlx_llama3.trace.position import Position
+
+import mlx.core as mx
 
 
 @dataclass(frozen=True)

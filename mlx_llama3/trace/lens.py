@@ -6,11 +6,12 @@ own prediction.
 
 from dataclasses import dataclass
 
-import mlx.core as mx
 import numpy as np
 
 from mlx_llama3.generation.sampling import log_softmax, top_logprobs
 from mlx_llama3.trace.position import Position
+
+import mlx.core as mx
 
 # After which branch a state is read, in the order of the axis.
 AFTER = ("attention", "mlp")

@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
-import mlx.core as mx
 import numpy as np
 
-from mlx_llama3.parallel.whole import need_whole
 from mlx_llama3.trace.position import Position
+
+import mlx.core as mx
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Neurons:
 
 def neurons(position: Position, layer: int, *, k: int = 10) -> Neurons:
     """The neurons of `layer` at `position`."""
-    need_whole(position.model)
+    position.model.need_whole()
     block = position.model.layers[layer]
     gate, up = block.feed_forward.w13(block.ffn_norm(position.states["resid_mid"][layer]))  # (hidden_dim,) each
     values = np.asarray((gate * mx.sigmoid(gate) * up).astype(mx.float32))

@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import mlx.core as mx
-
 from mlx_llama3.errors import UserError
 from mlx_llama3.generation.decoding import prefill
 from mlx_llama3.model.cache.kv_cache import KVCache
 from mlx_llama3.model.hooks.taps import NAMES, tapped
 from mlx_llama3.model.transformer import Transformer
+
+import mlx.core as mx
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ trace.norm("mlp_out")[3, -1], trace.extra["attention/5"][2]
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import mlx.core as mx
 import numpy as np
 
 from mlx_llama3.errors import UserError
@@ -22,6 +21,8 @@ from mlx_llama3.system.memory import check_memory
 from mlx_llama3.tokenizer.tokenizer import Tokenizer
 from mlx_llama3.trace.attention import attention_pattern
 from mlx_llama3.trace.store import MAX_BYTES, Trace
+
+import mlx.core as mx
 
 SAVE = ("norms", "residuals", "logits", "attention")
 FLOAT32 = 4

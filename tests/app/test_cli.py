@@ -103,7 +103,8 @@ def test_ctrl_c_is_quiet(monkeypatch, capsys) -> None:
 
 def shell(redirection: str, script: str) -> subprocess.CompletedProcess:
     """The script with `cli` and a `chat_command` whose run may be replaced, its streams redirected by a shell."""
-    script = f"import sys; from app import cli; from app.commands import chat as chat_command\n{script}\nsys.exit(cli.main(['chat']))"
+    imports = "import sys; from app import cli; from app.commands import chat as chat_command"
+    script = f"{imports}\n{script}\nsys.exit(cli.main(['chat']))"
     command = ["sh", "-c", f'exec "$@" {redirection}', "sh", sys.executable, "-c", script]
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 

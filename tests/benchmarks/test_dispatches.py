@@ -7,9 +7,9 @@ import pytest
 from benchmarks.dispatches import recorded
 from benchmarks.ledger import LONG, SHORT, a_layer
 from benchmarks.ledger_models import WIDTHS, ours, theirs
-from mlx_llama3.model.kernels import FUSED, REFERENCE
+from mlx_llama3.model.kernels.kernel_set import FUSED, REFERENCE
 
-import mlx.core as mx  # isort: skip
+import mlx.core as mx
 
 DEMO = WIDTHS["demo"]
 

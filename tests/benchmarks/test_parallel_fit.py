@@ -6,12 +6,12 @@ from types import SimpleNamespace
 import pytest
 from tiny_models import quantized, random_weights, tiny_args, write_folder
 
-import mlx.core as mx  # isort: skip
-
 from benchmarks.parallel_fit import bytes_a_rank, cache_bytes_a_rank, known_args, largest, tables
 from mlx_llama3.errors import UserError
 from mlx_llama3.parallel.pipeline import PipelinePart
 from mlx_llama3.parallel.tensor import TensorPart
+
+import mlx.core as mx
 
 PAGE = Path(__file__).parents[2] / "docs" / "distributed.md"
 ARGS = tiny_args(dim=128, n_heads=8, n_kv_heads=4, head_dim=64, hidden_dim=320, vocab_size=321)

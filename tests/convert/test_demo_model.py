@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import mlx.core as mx
 import pytest
 
 from convert.conversion.to_mlx import convert
@@ -11,6 +10,8 @@ from convert.sources.open import open_source
 from convert.verification.compare import compare
 from mlx_llama3.checkpoint.loading import load_model
 from mlx_llama3.tokenizer.tokenizer import load_tokenizer
+
+import mlx.core as mx
 
 MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]
 

@@ -8,7 +8,7 @@ from mlx_llama3.model.kernels import add_rms_norm
 from tests.metal_harness.checking.mutation import unneeded_barriers
 from tests.metal_harness.checking.proof import prove
 
-import mlx.core as mx  # isort: skip
+import mlx.core as mx
 
 # Half a unit in the last place of the output, and sums in another order.
 TOLERANCE = {mx.float32: 1e-5, mx.float16: 2**-10, mx.bfloat16: 2**-7}

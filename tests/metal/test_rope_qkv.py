@@ -9,7 +9,7 @@ from mlx_llama3.model.kernels import rope_qkv
 from mlx_llama3.model.layers.rope import Freqs
 from tests.metal_harness.checking.proof import prove
 
-import mlx.core as mx  # isort: skip
+import mlx.core as mx
 
 # Half a unit in the last place of the output; angles of float32 are off by some units in theirs.
 TOLERANCE = {mx.float32: 1e-6, mx.float16: 2**-10, mx.bfloat16: 2**-7}

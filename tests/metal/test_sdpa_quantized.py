@@ -13,7 +13,7 @@ from tests.metal_harness.checking.mutation import unneeded_barriers
 from tests.metal_harness.checking.proof import Report, prove
 from tests.metal_harness.emulator import emulated
 
-import mlx.core as mx  # isort: skip
+import mlx.core as mx
 
 # float32: sums in another order. Below, the rounding of the output is all that differs.
 TOLERANCE = {mx.float32: (3e-6, 0.0), mx.float16: (1e-5, 2**-10), mx.bfloat16: (1e-5, 2**-7)}

@@ -8,8 +8,8 @@ from mlx_llama3.model.kernels import swiglu_qmv
 from mlx_llama3.model.layers.packed_linear import PackedLinear
 from tests.metal_harness.checking.proof import prove
 
-import mlx.core as mx  # isort: skip
-import mlx.nn as nn  # isort: skip
+import mlx.core as mx
+import mlx.nn as nn
 
 # Half a unit in the last place of the output, and sums in another order.
 TOLERANCE = {mx.float32: 1e-5, mx.float16: 2**-10, mx.bfloat16: 2**-7}

@@ -7,13 +7,12 @@ from mlx_llama3.checkpoint.loading import load_model
 from mlx_llama3.model.cache.quantized import QuantizedKVCache
 from mlx_llama3.model.cache.settings import CacheSettings
 from mlx_llama3.model.hooks.norms import NormCapture
-from mlx_llama3.model.kernels import FUSED, REFERENCE
+from mlx_llama3.model.kernels.kernel_set import FUSED, REFERENCE
 from mlx_llama3.model.layers import tiled_linear as cpu
 from mlx_llama3.tokenizer.tokenizer import load_tokenizer
-
-import mlx.core as mx  # isort: skip
-
 from tests.metal_harness.emulator import emulated
+
+import mlx.core as mx
 
 TOKENS = 12
 

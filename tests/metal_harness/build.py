@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-import mlx.core as mx
 import ziglang
 
 from tests.metal_harness.source import Kernel, Parameter, signature
+
+import mlx.core as mx
 
 HERE = Path(__file__).parent
 MLX_HEADERS = Path(mx.__file__).parent / "include"

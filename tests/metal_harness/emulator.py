@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import mlx.core as mx
 import numpy as np
 
 from tests.metal_harness.build import RUN, Mode
 from tests.metal_harness.executor import launch
 from tests.metal_harness.source import Kernel, generated
+
+import mlx.core as mx
 
 _NUMPY = {
     mx.bool_: np.bool_,

@@ -9,7 +9,7 @@ from mlx_llama3.api import load_folder
 from mlx_llama3.checkpoint import loading
 from mlx_llama3.errors import UserError
 
-import mlx.core as mx  # isort: skip
+import mlx.core as mx
 
 
 def test_the_lines_of_the_readme(demo_folder, capsys):

@@ -4,7 +4,7 @@ import numpy as np
 
 from mlx_llama3.model.hooks.taps import tapped
 
-import mlx.core as mx  # isort: skip
+import mlx.core as mx
 
 
 def all_states(model, tokens) -> dict[str, np.ndarray]:

@@ -4,7 +4,7 @@ import numpy as np
 
 from mlx_llama3.model.kernels.kv_packing import RecordLayout, pack, unpack
 
-import mlx.core as mx  # isort: skip
+import mlx.core as mx
 
 
 def inputs(

@@ -10,9 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import mlx_llama3  # first: it puts a fast BLAS in place before MLX is loaded  # noqa: F401
-
-import mlx.core as mx  # isort: skip
-
 from mlx_llama3.checkpoint.loading import load_model
 from mlx_llama3.generation.decoding import prefill
 from mlx_llama3.generation.sampling import Sampler, Sampling
@@ -22,11 +19,12 @@ from mlx_llama3.model.hooks.edits import Scale, edited
 from mlx_llama3.model.transformer import Transformer
 from mlx_llama3.parallel.follower import follow
 from mlx_llama3.parallel.leader import leader
-from mlx_llama3.parallel.whole import is_part
 from mlx_llama3.parallel.world import world
 from mlx_llama3.trace.attention import attention_from
 from mlx_llama3.trace.neurons import neurons
 from mlx_llama3.trace.position import Position, look
+
+import mlx.core as mx
 
 PROMPT = [5, 17, 200, 3, 319, 42, 42, 0, 7, 311]
 
@@ -73,7 +71,7 @@ def looking(model: Transformer) -> dict:
     """What looks inside: states and lens are there, single heads and edits are refused."""
     position = look(model, PROMPT, 6)
     found = {"resid_post": position.states["resid_post"].tolist(), "lens": position.logits.tolist()}
-    if is_part(model):
+    if not model.is_whole:
         found |= {name: refusal(ask) for name, ask in refused(model, position).items()}
     # And nobody waits for anybody: the next pass is as the first.
     found["again"] = model(mx.array([PROMPT]))[0].tolist()

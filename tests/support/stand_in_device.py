@@ -6,7 +6,7 @@ from collections.abc import Callable
 import mlx_llama3  # first: it puts a fast BLAS in place before MLX is loaded  # noqa: F401
 from mlx_llama3.autotune.trial import Case, Device
 
-import mlx.core as mx  # isort: skip
+import mlx.core as mx
 
 
 class StandIn(Device):

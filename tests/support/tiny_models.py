@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import mlx_llama3  # first: it puts a fast BLAS in place before MLX is loaded  # noqa: F401
-
-import mlx.core as mx  # isort: skip
-
+from mlx_llama3.checkpoint.config_json import to_hf
 from mlx_llama3.checkpoint.loading import load_model
 from mlx_llama3.checkpoint.tensor_shapes import expected_shapes
-from mlx_llama3.model.config import ModelArgs, to_hf
+from mlx_llama3.model.config import ModelArgs
 from mlx_llama3.model.transformer import Transformer
+
+import mlx.core as mx
 
 ARGS = ModelArgs(
     dim=64,

@@ -12,12 +12,12 @@ import gradio as gr
 import numpy as np
 
 from app.options.model import OpenModel
-from app.ui import views
 from app.ui.heat_map import heat_map as heat
 from app.ui.session.mlx_thread import Engine
 from app.ui.session.services import Services
 from app.ui.session.session import Asked, Session, Sessions
 from app.ui.theme import theme
+from app.ui.views import tabs
 from mlx_llama3.trace.store import Trace
 
 QUESTION = "What is the capital of France?"
@@ -39,7 +39,7 @@ class ViewPage:
                 changed = gr.Button("changed", elem_id="changed", size="sm")
                 stream = gr.Button("stream", elem_id="stream", size="sm")
             with gr.Column(elem_id="views-column"):
-                live = views.build(self.services)
+                live = tabs.build(self.services)
             changed.click(self.services.next_change, None, self.services.generation_done)
             stream.click(self.source.stream, None, live.heat, show_progress="hidden")
             self.page.load(

@@ -2,10 +2,11 @@
 
 from typing import Any
 
-import mlx.core as mx
 from tiny_models import tiny_args
 
 from mlx_llama3.model.transformer import Transformer
+
+import mlx.core as mx
 
 
 class WatchedModel(Transformer):

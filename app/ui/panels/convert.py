@@ -7,7 +7,7 @@ from typing import Any
 
 import gradio as gr
 
-from app.ui.html import bar, notice, size
+from app.ui.html import notice, progress_bar, size
 from app.ui.panels import model_list as catalogue
 from app.ui.panels.models import ModelsPanel
 from app.ui.panels.progress import Cancelled, Watch, follow
@@ -73,11 +73,11 @@ class Converter:
         busy, idle = (_enabled(False), _enabled(True)), (_enabled(True), _enabled(False))
         try:
             target = _target(source, name)
-            yield *busy, bar("Opening the source …", None), gr.skip(), gr.skip()
+            yield *busy, progress_bar("Opening the source …", None), gr.skip(), gr.skip()
             work = self.engine.submit(_convert, source.strip(), target, bits, watch)
             for _ in follow(work):
                 part = f"{size(watch.done)} of {size(watch.total)}" if watch.total else "Opening the source …"
-                yield *busy, bar(f"{target.name}: {part}", watch.share), gr.skip(), gr.skip()
+                yield *busy, progress_bar(f"{target.name}: {part}", watch.share), gr.skip(), gr.skip()
             report = work.result()
             yield *idle, notice(str(report)), *_choose(target)
         except Cancelled:
@@ -90,7 +90,7 @@ class Converter:
     def cancel(self) -> str:
         """End the conversion at its next block."""
         self.watch.cancel.set()
-        return bar("Cancelling …", None)
+        return progress_bar("Cancelling …", None)
 
     def close(self) -> None:
         """Cancel what runs, and wait until nothing is left of it."""

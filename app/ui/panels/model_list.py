@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import mlx.core as mx
-
 from app.ui.html import size
 from app.ui.session.saved_conversations import data_dir
 from mlx_llama3.checkpoint.folder import Checkpoint
@@ -11,6 +9,8 @@ from mlx_llama3.checkpoint.tensor_shapes import count_weights
 from mlx_llama3.errors import UserError
 from mlx_llama3.system.hub import ALIASES, DEMO, HUB_ID, demo_folder
 from mlx_llama3.system.memory import available_memory
+
+import mlx.core as mx
 
 
 def models_dir() -> Path:

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import gradio as gr
-import mlx.core as mx
 
 from app.options.draft import Drafting
 from app.options.model import OpenModel, find_model, load_found
-from app.ui.html import bar, notice, size
+from app.ui.html import notice, progress_bar, size
 from app.ui.panels import model_list as catalogue
 from app.ui.panels.conversations import RECALL, Conversations
 from app.ui.panels.progress import Watch, follow
@@ -20,6 +19,8 @@ from app.ui.session.failures import explained
 from app.ui.session.mlx_thread import Engine
 from app.ui.session.services import Services
 from mlx_llama3.errors import UserError
+
+import mlx.core as mx
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class Loader:
 
     def _in_turn(self, begin: Callable[[], Loading]) -> Loading:
         while not self._turn.acquire(timeout=0.25):
-            yield gr.skip(), bar("Another tab is loading a model …", None)
+            yield gr.skip(), progress_bar("Another tab is loading a model …", None)
         try:
             return (yield from begin())
         finally:
@@ -116,7 +117,7 @@ class Loader:
         finding = self._fetcher.submit(find_model, name, watch)
         for _ in follow(finding):
             part = f": {size(watch.done)} of {size(watch.total)}" if watch.total else " …"
-            yield gr.skip(), bar(f"Fetching {name}{part}", watch.share)
+            yield gr.skip(), progress_bar(f"Fetching {name}{part}", watch.share)
         return finding.result()
 
     def _read(self, title: str, folder: Path) -> Iterator[Update]:
@@ -129,7 +130,10 @@ class Loader:
         loading = engine.submit(load_found, title, folder)
         for _ in follow(loading):
             there = max(0, mx.get_active_memory() - before)
-            yield gr.skip(), bar(f"Loading {title}: {size(min(there, wanted))} of about {size(wanted)}", there / wanted)
+            yield (
+                gr.skip(),
+                progress_bar(f"Loading {title}: {size(min(there, wanted))} of about {size(wanted)}", there / wanted),
+            )
         draft = yield from self._read_draft(loading.result())
         engine.run(sessions.open_model, loading.result(), draft)
 

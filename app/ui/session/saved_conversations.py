@@ -6,8 +6,9 @@ import re
 import sys
 from pathlib import Path
 
-from app.chat import conversation_file
+from mlx_llama3.conversation.saved import write_file
 from mlx_llama3.errors import UserError
+from mlx_llama3.system.files import read_text
 
 _ID = re.compile(r"[0-9a-f]{16}")
 _TITLE_LENGTH = 60
@@ -40,12 +41,12 @@ def write(saved_id: str, title: str, text: str) -> None:
     """Keep a conversation (`Conversation.to_json`). Raises `UserError` if the disk does not take it."""
     _folder().mkdir(parents=True, exist_ok=True)
     content = json.loads(text) | {"title": title}
-    conversation_file.write(_path(saved_id), json.dumps(content, ensure_ascii=False, indent=2) + "\n")
+    write_file(_path(saved_id), json.dumps(content, ensure_ascii=False, indent=2) + "\n")
 
 
 def read(saved_id: str) -> tuple[str, str]:
     """(title, text for `Conversation.from_json`). Raises `UserError` if it is gone or no conversation."""
-    text = conversation_file.read(_path(saved_id))
+    text = read_text(_path(saved_id))
     try:
         return _title(json.loads(text)), text
     except json.JSONDecodeError:

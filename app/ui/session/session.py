@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import mlx.core as mx
-
 from app.options.model import OpenModel
 from app.ui.session import saved_conversations as saved
 from mlx_llama3.conversation.conversation import Conversation
@@ -20,6 +18,8 @@ from mlx_llama3.model.cache.settings import DEFAULT, CacheSettings
 from mlx_llama3.model.hooks.edits import Edit, edited
 from mlx_llama3.trace.position import Position, look
 from mlx_llama3.trace.store import Trace
+
+import mlx.core as mx
 
 # A session holds a key-value cache, which is large: 1 GB for 8,000 tokens of the 8B model. The browser allows about
 # five tabs of this page at a time anyway, for each keeps a connection open.

@@ -6,7 +6,7 @@ from typing import Any
 
 import gradio as gr
 
-from app.ui import markup
+from app.ui import html
 from app.ui.session.selection import Cell, Selection
 from app.ui.session.session import Session
 from app.ui.views.source_cards import CARDS, Card, source
@@ -14,9 +14,9 @@ from app.ui.views.tensor_statistics import Measured, Statistics, Weight, measure
 
 TAB = "Architecture"
 _WHAT = """
-Every card is a tensor of the running model. The expression is the line of `mlx_llama3/model/transformer.py` that makes it, read
-from the source with its number. The shape is the loaded model's; *B* is the batch, *T* the positions. The weight is
-shown as it lies in memory: its type may differ from the file's, for on a CPU it is unpacked.
+Every card is a tensor of the running model. The expression is the line of `mlx_llama3/model/transformer.py` that makes
+it, read from the source with its number. The shape is the loaded model's; *B* is the batch, *T* the positions. The
+weight is shown as it lies in memory: its type may differ from the file's, for on a CPU it is unpacked.
 
 The figures and the histogram are those of the selected layer at the selected token: the L2 norm, the mean, the smallest
 and largest number. All blocks run the same code, each with weights of its own.
@@ -32,7 +32,7 @@ def build(selection: Selection) -> None:
     with gr.Row(elem_classes="view-row"):
         head = gr.HTML(elem_id="architecture-head")
         layer = gr.Slider(0, 1, 0, step=1, label="Layer", elem_id="architecture-layer", min_width=220, visible=False)
-    diagram = gr.HTML(markup.empty(_NO_MODEL), elem_id="architecture-diagram")
+    diagram = gr.HTML(html.empty(_NO_MODEL), elem_id="architecture-diagram")
     with gr.Accordion("What is this?", open=False):
         gr.Markdown(_WHAT)
     selection.redraw(TAB, draw.draw, [head, layer, diagram])
@@ -59,7 +59,7 @@ class _Draw:
 
     def draw(self, session: Session | None, cell: Cell | None) -> list[Any]:
         if session is None:
-            return ["", gr.update(visible=False), markup.empty(_NO_MODEL)]
+            return ["", gr.update(visible=False), html.empty(_NO_MODEL)]
         cell = cell or _last(session)
         layer = cell.layer if cell else 0
         run = self.selection.services.engine.run
@@ -81,7 +81,7 @@ def _last(session: Session) -> Cell | None:
 def _heading(cell: Cell | None) -> str:
     if cell is None:
         return "<div class='cell-head'>Nothing is measured yet: ask something.</div>"
-    return f"<div class='cell-head'>Layer {cell.layer}, token {cell.position} {markup.token(cell.piece, 30)}</div>"
+    return f"<div class='cell-head'>Layer {cell.layer}, token {cell.position} {html.token(cell.piece, 30)}</div>"
 
 
 def _diagram(session: Session, layer: int, found: dict[str, Weight], measured: Measured | None) -> str:
@@ -131,7 +131,7 @@ def _weight(weight: Weight) -> str:
 def _statistics(found: Statistics) -> str:
     names = {"norm": found.norm, "mean": found.mean, "min": found.low, "max": found.high}
     figures = "".join(
-        f"<dt>{name}</dt><dd data-figure='{name}'>{markup.number(value)}</dd>" for name, value in names.items()
+        f"<dt>{name}</dt><dd data-figure='{name}'>{html.number(value)}</dd>" for name, value in names.items()
     )
     return f"<div class='measured'><dl>{figures}</dl>{_histogram(found)}</div>"
 
@@ -144,7 +144,7 @@ def _histogram(found: Statistics) -> str:
     for i, count in enumerate(found.counts.tolist()):
         height = tall * count**0.5 / most
         bars.append(f'<rect x="{i * wide}" y="{tall - height:.1f}" width="{wide - 1}" height="{height:.1f}"/>')
-    label = f"Histogram from {markup.number(found.low)} to {markup.number(found.high)}"
+    label = f"Histogram from {html.number(found.low)} to {html.number(found.high)}"
     width = wide * len(found.counts)
     zero = -found.low / (found.high - found.low) * width if found.low < 0 < found.high else None
     line = "" if zero is None else f'<line x1="{zero:.1f}" x2="{zero:.1f}" y1="0" y2="{tall}"/>'
@@ -157,6 +157,6 @@ def _histogram(found: Statistics) -> str:
 def _neurons(measured: Measured) -> str:
     top = ", ".join(f"{neuron} ({value:+.2f})" for neuron, value in measured.top)
     return (
-        f"<p class='view-note neurons'>{markup.percent(measured.active)} of the gates are open (w1 above 0). "
+        f"<p class='view-note neurons'>{html.percent(measured.active)} of the gates are open (w1 above 0). "
         f"Strongest neurons: {top}.</p>"
     )

@@ -6,7 +6,7 @@ from typing import Any
 import gradio as gr
 import numpy as np
 
-from app.ui import markup
+from app.ui import html
 from app.ui.heat_map.heat_map import heat_map, rows_value
 from app.ui.session.selection import Cell, Selection, told
 from app.ui.session.session import Session
@@ -70,7 +70,7 @@ def build(selection: Selection) -> None:
 def _components() -> _Panel:
     hidden: dict[str, Any] = {"visible": False}
     with gr.Row(elem_classes="view-row"):
-        head = gr.HTML(markup.empty(_PICK), elem_id="lens-head")
+        head = gr.HTML(html.empty(_PICK), elem_id="lens-head")
         target = gr.Dropdown(label="Next token asked about", elem_id="lens-target", min_width=280, scale=0, **hidden)
         pin = gr.Button("Pin", size="sm", elem_id="lens-pin", min_width=70, scale=0, **hidden)
     with gr.Tabs(elem_id="lens-parts"):
@@ -137,7 +137,7 @@ class _Draw:
     def _show(self, cell: Cell | None, target: int | None, pinned: Inspection | None, by_head: bool) -> list[Any]:
         if cell is None:
             hidden = gr.update(visible=False)
-            return [markup.empty(_PICK), hidden, hidden, "", "", "", hidden, hidden, hidden, hidden]
+            return [html.empty(_PICK), hidden, hidden, "", "", "", hidden, hidden, hidden, hidden]
         found = self.selection.services.engine.run(inspect, cell, target)
         both = [found] if pinned is None else [found, pinned]
         attribution = "" if by_head else _side_by_side(both, lens_tables.attribution)
@@ -167,7 +167,7 @@ def _choices(found: Inspection) -> list[tuple[str, int]]:
     ids = dict.fromkeys([*([] if found.chosen is None else [found.chosen]), *shares, found.target])
     names = []
     for token in ids:
-        share = markup.percent(shares[token]) if token in shares else "below the best"
+        share = html.percent(shares[token]) if token in shares else "below the best"
         came = ", came next" if token == found.chosen else ""
         names.append((f"{found.texts.get(token, token)!r} ({share}{came})", token))
     return names

@@ -5,7 +5,7 @@ from math import exp
 
 import numpy as np
 
-from app.ui import markup
+from app.ui import html
 from app.ui.views.inspection import BRANCHES, Inspection
 from mlx_llama3.trace.lens import AFTER
 
@@ -17,10 +17,10 @@ def heading(found: Inspection, *, pinned: bool = False) -> str:
     probability = dict(found.candidates).get(found.target)
     mark = "<small>pinned</small> " if pinned else ""
     how = "which came next" if found.target == found.chosen else "which the model is asked about"
-    said = f", {markup.percent(probability)} of its prediction" if probability is not None else ""
+    said = f", {html.percent(probability)} of its prediction" if probability is not None else ""
     return (
-        f"<div class='cell-head'>{mark}Layer {found.layer}, token {found.position} {markup.token(found.piece, 30)} → "
-        f"{markup.token(found.texts[found.target], 30)} <small>(id {found.target}, {how}{said})</small></div>"
+        f"<div class='cell-head'>{mark}Layer {found.layer}, token {found.position} {html.token(found.piece, 30)} → "
+        f"{html.token(found.texts[found.target], 30)} <small>(id {found.target}, {how}{said})</small></div>"
     )
 
 
@@ -43,13 +43,13 @@ def _lens_row(found: Inspection, layer: int) -> str:
     for after, name in enumerate(AFTER):
         for token, logprob in zip(data.ids[layer, after].tolist(), data.logprobs[layer, after].tolist(), strict=True):
             text, probability = found.texts[token], exp(logprob)
-            content = markup.token(text, 11)
+            content = html.token(text, 11)
             if token == found.target:
                 content = f"<b>{content}</b>"
-            cells.append(markup.shaded(content, probability, f"{text!r}: {markup.percent(probability)}"))
+            cells.append(html.shaded(content, probability, f"{text!r}: {html.percent(probability)}"))
         rank = int(data.rank[layer, after]) + 1
-        said = f"the asked token is at place {rank} with {markup.percent(exp(data.target_logprob[layer, after]))}"
-        cells.append(markup.shaded(f"{rank:,}", 1 / rank, f"after {name} {said}"))
+        said = f"the asked token is at place {rank} with {html.percent(exp(data.target_logprob[layer, after]))}"
+        cells.append(html.shaded(f"{rank:,}", 1 / rank, f"after {name} {said}"))
         cells.append(f'<td class="figure">{data.entropy[layer, after]:.2f}</td>')
     chosen = " class='chosen'" if layer == found.layer else ""
     return f"<tr{chosen} data-layer='{layer}'><th>{layer}</th>{''.join(cells)}</tr>"
@@ -61,7 +61,10 @@ def attribution(found: Inspection) -> str:
     most = float(max(abs(parts.embedding), np.abs(parts.attention).max(), np.abs(parts.mlp).max()))
 
     def part(value: float) -> tuple[str, str]:
-        return f'<td class="wide">{markup.bar(value, most, signed=True)}</td>', f'<td class="figure">{value:+.2f}</td>'
+        return (
+            f'<td class="wide">{html.bar_cell(value, most, signed=True)}</td>',
+            f'<td class="figure">{value:+.2f}</td>',
+        )
 
     rows = []
     for layer in reversed(range(len(parts.mlp))):
@@ -91,10 +94,10 @@ def promoted(found: Inspection) -> str:
             strength = round(60 * abs(value) / most) if most else 0
             cells.append(
                 f'<td style="background: color-mix(in oklab, var(--view-{shade}) {strength}%, transparent)">'
-                f"{markup.token(found.texts[token])} <small>{value:+.2f}</small></td>"
+                f"{html.token(found.texts[token])} <small>{value:+.2f}</small></td>"
             )
         rows.append(cells)
-    return f'<div class="view-scroll">{markup.table(head, rows, css="promoted", label="Promoted tokens")}</div>'
+    return f'<div class="view-scroll">{html.table(head, rows, css="promoted", label="Promoted tokens")}</div>'
 
 
 def _moved(found: Inspection, branch: str) -> Iterator[list[tuple[int, float]]]:

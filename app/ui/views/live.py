@@ -5,7 +5,7 @@ from typing import Any
 
 import gradio as gr
 
-from app.ui import markup
+from app.ui import html
 from app.ui.heat_map import heat_map as heat
 from app.ui.session.selection import Cell, Selection
 from mlx_llama3.model.hooks.norms import POINTS
@@ -90,16 +90,16 @@ class _Live:
 def _summary(cell: Cell | None) -> str:
     """The selected cell: its token, and the five norms as the layer makes them."""
     if cell is None:
-        return markup.empty("No cell is selected: click into the picture, or focus it and use the arrow keys.")
+        return html.empty("No cell is selected: click into the picture, or focus it and use the arrow keys.")
     trace = cell.session.trace
     norms = trace.norms[:, cell.layer, cell.position]
     stream = float(norms[POINTS.index("resid_post")])
     steps = []
     for name, norm in zip(POINTS, norms.tolist(), strict=True):
-        share = f"<small>{markup.percent(norm / stream)}</small>" if name.endswith("_out") and stream else ""
-        steps.append(f"<div class='step {name}'><span>{_STEPS[name]}</span><b>{markup.number(norm)}</b>{share}</div>")
+        share = f"<small>{html.percent(norm / stream)}</small>" if name.endswith("_out") and stream else ""
+        steps.append(f"<div class='step {name}'><span>{_STEPS[name]}</span><b>{html.number(norm)}</b>{share}</div>")
     return (
-        f"<div class='cell-head'>{markup.token(cell.piece, 40)} token {cell.position} "
+        f"<div class='cell-head'>{html.token(cell.piece, 40)} token {cell.position} "
         f"<small>(id {trace.tokens[cell.position]})</small>, layer {cell.layer}</div>"
         f"<div class='cell-steps'>{''.join(steps)}</div>"
     )

@@ -2,13 +2,14 @@
 
 from dataclasses import dataclass
 
-import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 
 from app.ui.session.selection import Cell
 from mlx_llama3.model.transformer import Transformer
 from mlx_llama3.trace.neurons import neurons
+
+import mlx.core as mx
+import mlx.nn as nn
 
 BINS = 28
 

@@ -10,7 +10,7 @@ from typing import Any
 import gradio as gr
 import numpy as np
 
-from app.ui import markup
+from app.ui import html
 from app.ui.heat_map.heat_map import DRAWN, heat_map, payload, rows_value
 from app.ui.session import saved_traces as trace_files
 from app.ui.session.selection import Cell, Selection, told
@@ -179,7 +179,7 @@ def _difference(a: Trace, b: Trace) -> dict[str, Any]:
 def _about(trace: Trace) -> str:
     extra = f", {len(trace.extra)} further tensors" if trace.extra else ""
     return (
-        f"<div class='view-note'>{markup.token(trace.model, 40)}: {len(trace.tokens)} tokens, "
+        f"<div class='view-note'>{html.token(trace.model, 40)}: {len(trace.tokens)} tokens, "
         f"{trace.norms.shape[1]} layers{extra}.</div>"
     )
 
@@ -191,6 +191,6 @@ def _comparison(a: Trace, b: Trace) -> str:
         return f"<div class='view-note'>The same {count} tokens in both.</div>"
     at = int(differ[0])
     return (
-        f"<div class='view-note'>The tokens part at position {at}: the first has {markup.token(a.pieces[at])}, "
-        f"the second {markup.token(b.pieces[at])}.</div>"
+        f"<div class='view-note'>The tokens part at position {at}: the first has {html.token(a.pieces[at])}, "
+        f"the second {html.token(b.pieces[at])}.</div>"
     )

@@ -7,7 +7,7 @@ from typing import Any
 import gradio as gr
 
 from app.options.edits import edit_text
-from app.ui import markup
+from app.ui import html
 from app.ui.session.selection import Cell, Selection, told
 from app.ui.session.session import Session
 from app.ui.views.what_if_effect import Change, compare, read_edits
@@ -50,7 +50,7 @@ def build(selection: Selection) -> None:
         apply = gr.Button("Use in the chat", size="md", elem_id="what-if-apply", min_width=110)
         plain = gr.Button("Back to the plain model", size="md", elem_id="what-if-plain", min_width=110)
     used = gr.HTML(elem_id="what-if-used")
-    result = gr.HTML(markup.empty("Add an edit, then compare."), elem_id="what-if-result")
+    result = gr.HTML(html.empty("Add an edit, then compare."), elem_id="what-if-result")
     with gr.Accordion("What is this?", open=False):
         gr.Markdown(_WHAT)
 
@@ -72,7 +72,7 @@ class _Draw:
     def state(self, session: Session | None, cell: Cell | None) -> list[Any]:
         """Under which edits the chat runs now; the selected layer is offered for the next edit."""
         if session is None:
-            return [markup.empty(_NO_MODEL), gr.skip()]
+            return [html.empty(_NO_MODEL), gr.skip()]
         last = session.opened.model.args.n_layers - 1
         return [_used(session), gr.update(maximum=last, value=cell.layer) if cell else gr.update(maximum=last)]
 
@@ -127,22 +127,22 @@ def _result(session: Session, change: Change, edits: list[str]) -> str:
     before = max(change.tokens, key=lambda row: row[2])
     after = max(change.tokens, key=lambda row: row[3])
     if before[0] == after[0]:
-        what = f"the best next token stays {markup.token(before[1], 30)}"
+        what = f"the best next token stays {html.token(before[1], 30)}"
     else:
-        what = f"the best next token turns from {markup.token(before[1], 30)} to {markup.token(after[1], 30)}"
-    piece = markup.token(session.trace.pieces[change.position], 30)
+        what = f"the best next token turns from {html.token(before[1], 30)} to {html.token(after[1], 30)}"
+    piece = html.token(session.trace.pieces[change.position], 30)
     rows = []
     for token, text, p, q in change.tokens:
-        name = markup.token(text, 24) + (" <small>came next</small>" if token == change.came else "")
+        name = html.token(text, 24) + (" <small>came next</small>" if token == change.came else "")
         bars = (
-            f'<td class="wide">{markup.bar(share, 1.0)}</td><td class="figure">{markup.percent(share)}</td>'
+            f'<td class="wide">{html.bar_cell(share, 1.0)}</td><td class="figure">{html.percent(share)}</td>'
             for share in (p, q)
         )
         rows.append(f"<tr data-token='{token}'><td>{name}</td>{''.join(bars)}</tr>")
-    table = markup.table(["token", "before", "", "after", ""], rows, label="Next tokens before and after")
+    table = html.table(["token", "before", "", "after", ""], rows, label="Next tokens before and after")
     return (
         f"<div class='what-if-said'>After token {change.position} {piece} <b>{what}</b>. "
-        f"{markup.percent(change.moved)} of the probability moves; "
-        f"KL divergence <span data-figure='kl'>{markup.number(change.kl)}</span> nats.</div>"
+        f"{html.percent(change.moved)} of the probability moves; "
+        f"KL divergence <span data-figure='kl'>{html.number(change.kl)}</span> nats.</div>"
         f"<div class='view-scroll'>{table}</div>"
     )

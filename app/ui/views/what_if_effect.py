@@ -4,7 +4,6 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import mlx.core as mx
 import numpy as np
 
 from app.options.edits import scale_edit
@@ -14,6 +13,8 @@ from mlx_llama3.generation.decoding import prefill
 from mlx_llama3.generation.sampling import log_softmax
 from mlx_llama3.model.hooks.edits import Scale, edited
 from mlx_llama3.model.transformer import Transformer
+
+import mlx.core as mx
 
 SHOWN = 8
 

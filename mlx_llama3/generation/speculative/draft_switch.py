@@ -18,7 +18,7 @@ class Switch:
     pay, `PAUSE` tokens come without drafts, and after them it is tried again; each failure in a row doubles the pause,
     up to `LONGEST`. The first drafted pass after a pause is not timed: the draft model catches up in it.
 
-    It decides when to draft, never what comes out: the tokens are the same, see `speculative.speculate`.
+    It decides when to draft, never what comes out: the tokens are the same, see `Speculation.decode`.
     """
 
     FIRST = 4

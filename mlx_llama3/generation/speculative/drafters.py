@@ -3,12 +3,12 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
-import mlx.core as mx
-
 from mlx_llama3.generation.decoding import prefill
 from mlx_llama3.generation.sampling import Sampler
 from mlx_llama3.model.cache.prefix import PrefixCache
 from mlx_llama3.model.transformer import Transformer
+
+import mlx.core as mx
 
 
 class Drafter(Protocol):
@@ -92,7 +92,7 @@ class ModelDrafter:
 
     def __init__(self, model: Transformer, vocab_size: int) -> None:
         self._model, self._vocab_size = model, vocab_size
-        self._held = PrefixCache(model)
+        self._held = PrefixCache(model.make_cache())
         self._ids: list[int] = []
         self._guessed = 0  # guesses that were fed, after `_ids`
         self._chunk = 512

@@ -19,8 +19,6 @@ from copy import copy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import mlx.core as mx
-
 from mlx_llama3.errors import UserError
 from mlx_llama3.generation.decoding import Choice, choose
 from mlx_llama3.generation.sampling import Sampler
@@ -28,6 +26,8 @@ from mlx_llama3.generation.speculative.draft_switch import Switch
 from mlx_llama3.generation.speculative.drafters import Drafter
 from mlx_llama3.model.cache.kv_cache import KVCache
 from mlx_llama3.model.transformer import Transformer
+
+import mlx.core as mx
 
 if TYPE_CHECKING:
     from mlx_llama3.model.hooks.norms import NormCapture
@@ -84,6 +84,43 @@ class Speculation:
         if self._switch is not None:
             self._switch.begin()
 
+    def decode(
+        self,
+        model: Transformer,
+        logits: mx.array,
+        cache: list[KVCache],
+        sampler: Sampler,
+        *,
+        count: int,
+        logprobs: int | None = None,
+        capture: "NormCapture | None" = None,
+    ) -> Iterator[Choice]:
+        """`count` choices as `decoding.decode` makes them, in fewer passes; `begin` comes before.
+
+        Where nothing is drafted, two passes are in flight as there. Where something is, the next draft and its pass are
+        queued before the tokens of this one are handed out. However it ends, the cache holds no more than the prompt
+        and the tokens that were handed out.
+        """
+        passes = _Passes(model, cache, sampler, logprobs, capture)
+        prompt, given = cache[0].offset, 0
+        current, ahead = passes.of_prompt(logits), True
+        try:
+            while current is not None:
+                following = passes.plain(current.choices[-1].token) if ahead and count - given > 1 else None
+                tokens, accepted = passes.read(current)
+                self.advance(tokens, current.drafted, accepted)
+                left = count - given - len(tokens)
+                ahead = not self.ready()
+                if following is None and left > 0:
+                    following = passes.after(tokens[-1], self, 0 if ahead else left - 1)
+                for choice in current.choices[: len(tokens)]:
+                    given += 1
+                    yield choice
+                current = following
+        finally:
+            for layer in cache:
+                layer.trim(max(0, layer.offset - prompt - given))
+
     def ready(self) -> bool:
         """Whether the next tokens should be drafted."""
         return (self._switch is None or self._switch.on) and self._drafter.ready()
@@ -114,44 +151,6 @@ def check_tokens(tokens: int, name: str = "tokens") -> int:
     if not isinstance(tokens, int) or not 1 <= tokens <= MOST_TOKENS:
         raise UserError(f"{name} is {tokens}; it must be a whole number from 1 to {MOST_TOKENS}")
     return tokens
-
-
-def speculate(
-    speculation: Speculation,
-    model: Transformer,
-    logits: mx.array,
-    cache: list[KVCache],
-    sampler: Sampler,
-    *,
-    count: int,
-    logprobs: int | None = None,
-    capture: "NormCapture | None" = None,
-) -> Iterator[Choice]:
-    """`count` choices as `decoding.decode` makes them, in fewer passes; `speculation.begin` comes before.
-
-    Where nothing is drafted, two passes are in flight as there. Where something is, the next draft and its pass are
-    queued before the tokens of this one are handed out. However it ends, the cache holds no more than the prompt and
-    the tokens that were handed out.
-    """
-    passes = _Passes(model, cache, sampler, logprobs, capture)
-    prompt, given = cache[0].offset, 0
-    current, ahead = passes.of_prompt(logits), True
-    try:
-        while current is not None:
-            following = passes.plain(current.choices[-1].token) if ahead and count - given > 1 else None
-            tokens, accepted = passes.read(current)
-            speculation.advance(tokens, current.drafted, accepted)
-            left = count - given - len(tokens)
-            ahead = not speculation.ready()
-            if following is None and left > 0:
-                following = passes.after(tokens[-1], speculation, 0 if ahead else left - 1)
-            for choice in current.choices[: len(tokens)]:
-                given += 1
-                yield choice
-            current = following
-    finally:
-        for layer in cache:
-            layer.trim(max(0, layer.offset - prompt - given))
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ which rows stand beside it. The padding is hidden from it by a mask.
 
 from collections.abc import Sequence
 
-import mlx.core as mx
-
 from mlx_llama3.model.cache.kv_cache import KVCache
+
+import mlx.core as mx
 
 
 class Rows:

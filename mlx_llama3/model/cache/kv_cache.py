@@ -2,9 +2,9 @@
 
 import copy
 
-import mlx.core as mx
-
 from mlx_llama3.model.layers.attention import attend
+
+import mlx.core as mx
 
 # More positions than any pass brings.
 MANY = 1 << 30

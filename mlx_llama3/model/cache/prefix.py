@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 from mlx_llama3.model.cache.kv_cache import KVCache
 from mlx_llama3.model.cache.settings import DEFAULT, CacheSettings
-from mlx_llama3.model.transformer import Transformer
 
 
 def common_length(first: Sequence[int], second: Sequence[int]) -> int:
@@ -14,11 +13,13 @@ def common_length(first: Sequence[int], second: Sequence[int]) -> int:
 
 
 class PrefixCache:
-    """The cache of one stream. `layers` is what `Transformer` and `generate` take; `ids` are the tokens in it."""
+    """The cache of one stream.
 
-    def __init__(self, model: Transformer, settings: CacheSettings = DEFAULT) -> None:
-        self.settings = settings
-        self.layers: list[KVCache] = model.make_cache(settings)
+    `layers` is what `Transformer.make_cache(settings)` gave, empty; `ids` are the tokens that it holds.
+    """
+
+    def __init__(self, layers: list[KVCache], settings: CacheSettings = DEFAULT) -> None:
+        self.layers, self.settings = layers, settings
         self.ids: list[int] = []
 
     def reuse(self, ids: Sequence[int]) -> list[int]:

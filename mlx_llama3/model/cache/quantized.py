@@ -29,12 +29,12 @@ with a plain cache, and how often the best token is the same. The perplexity, 22
 
 import copy
 
-import mlx.core as mx
-
 from mlx_llama3.model.cache.kv_cache import KVCache
 from mlx_llama3.model.kernels import sdpa_quantized
 from mlx_llama3.model.kernels.kv_packing import RecordLayout, pack, unpack
 from mlx_llama3.model.layers.attention import attend
+
+import mlx.core as mx
 
 
 class QuantizedKVCache(KVCache):

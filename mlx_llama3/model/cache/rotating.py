@@ -5,10 +5,10 @@ the rotation of where they stand in the text, and what a position sees depends o
 prompt was cut into chunks.
 """
 
-import mlx.core as mx
-
 from mlx_llama3.model.cache.kv_cache import KVCache
 from mlx_llama3.model.layers.attention import attend
+
+import mlx.core as mx
 
 
 class Window:

@@ -9,14 +9,14 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import mlx.core as mx
 import numpy as np
 
 from mlx_llama3.errors import UserError
 from mlx_llama3.model.config import ModelArgs
 from mlx_llama3.model.hooks.taps import tapped
 from mlx_llama3.model.transformer import Transformer
-from mlx_llama3.parallel.whole import need_whole
+
+import mlx.core as mx
 
 BRANCHES = ("attention", "mlp", "head")
 _POINTS = {"attention": "attn_out", "mlp": "mlp_out", "head": "z"}
@@ -65,7 +65,7 @@ def edited(model: Transformer, edits: Sequence[Edit]) -> Transformer:
 
     if not places:
         return copy.copy(model)
-    need_whole(model)
+    model.need_whole()
     names = tuple({name for _, name in places})
     return tapped(model, apply, names=names, layers={layer for layer, _ in places})
 

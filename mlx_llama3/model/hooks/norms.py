@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import mlx.core as mx
 import numpy as np
 
 from mlx_llama3.model.transformer import Transformer
+
+import mlx.core as mx
 
 # The rows of a norms array. The stream before a block is the stream after the one before it, so the five of them cost
 # four norms a layer and one more for the embedding.

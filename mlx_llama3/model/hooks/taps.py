@@ -8,10 +8,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import mlx.core as mx
-
 from mlx_llama3.model.residual import Residual
 from mlx_llama3.model.transformer import Transformer, TransformerBlock
+
+import mlx.core as mx
 
 # Told (layer, name, value); the value it returns goes on in the place of the module's output.
 Hook = Callable[[int, str, mx.array], mx.array]

@@ -1,21 +1,9 @@
-"""Fused Metal kernels, one a file, each beside its pure-MLX reference of the same signature.
+"""Fused Metal kernels, one a file, each beside its reference in plain MLX with the same signature.
 
-The references serve where there is no Metal, for shapes and types that a kernel does not take, and wherever a kernel
-was slower or wrong (`choice.py`).
+The reference serves where there is no Metal, for shapes and types that the kernel does not take, and wherever the trial
+on this machine found the kernel slower or wrong (`mlx_llama3/autotune`).
 """
 
-from dataclasses import dataclass
+from mlx_llama3.model.kernels.kernel_set import FUSED, REFERENCE, Kernels
 
-
-@dataclass(frozen=True)
-class Kernels:
-    """Which of the fused kernels serve a model; in the place of the others stand their references."""
-
-    add_rms_norm: bool = False
-    rope_qkv: bool = False
-    swiglu_qmv: bool = False
-    sdpa_quantized: bool = False
-
-
-REFERENCE = Kernels()
-FUSED = Kernels(add_rms_norm=True, rope_qkv=True, swiglu_qmv=True, sdpa_quantized=True)
+__all__ = ["FUSED", "REFERENCE", "Kernels"]

@@ -3,9 +3,9 @@
 from functools import cache
 from typing import Any
 
-import mlx.core as mx
-
 from mlx_llama3.model.kernels.metal import TYPES, completed, title
+
+import mlx.core as mx
 
 LANES = 32
 VALUES = 4  # that lie beside each other and go to one thread, as MLX's own norm reads them

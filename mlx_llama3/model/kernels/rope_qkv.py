@@ -3,10 +3,10 @@
 from functools import cache
 from typing import Any
 
-import mlx.core as mx
-
 from mlx_llama3.model.kernels.metal import TYPES, completed, title
 from mlx_llama3.model.layers.rope import Freqs, Position, rotate
+
+import mlx.core as mx
 
 HEADS_A_THREAD = 4
 THREADS = 256

@@ -7,11 +7,11 @@ import math
 from functools import cache, lru_cache
 from typing import Any
 
-import mlx.core as mx
-
 from mlx_llama3.model.kernels.kv_packing import RecordLayout
 from mlx_llama3.model.kernels.metal import TYPES, completed, title
 from mlx_llama3.model.kernels.sdpa_quantized_metal import ATTEND, REDUCE, STORE_OUTPUT, STORE_PART
+
+import mlx.core as mx
 
 HEAD_DIMS = (64, 128)
 MOST_GROUP = 16  # query heads of one KV head

@@ -3,11 +3,11 @@
 from functools import cache
 from typing import Any
 
-import mlx.core as mx
-import mlx.nn as nn
-
 from mlx_llama3.model.kernels.metal import TYPES, completed, title
 from mlx_llama3.model.layers.packed_linear import PackedLinear
+
+import mlx.core as mx
+import mlx.nn as nn
 
 LANES = 32
 SIMDGROUPS = 2  # a threadgroup

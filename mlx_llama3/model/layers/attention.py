@@ -7,9 +7,9 @@ exact.
 
 import math
 
-import mlx.core as mx
-
 from mlx_llama3.model.layers.tiled_linear import OCTAVES, shares, streams
+
+import mlx.core as mx
 
 # Positions of context from which several threads are sooner done with a decoded token than one, and scores from which
 # powers of two are sooner done than `mx.softmax`, which is one operation instead of five.

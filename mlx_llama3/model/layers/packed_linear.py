@@ -1,9 +1,9 @@
 """Matrix products: several matrices that read the same input, packed into one."""
 
+from mlx_llama3.model.layers.tiled_linear import SpreadLinear
+
 import mlx.core as mx
 import mlx.nn as nn
-
-from mlx_llama3.model.layers.tiled_linear import SpreadLinear
 
 
 class PackedLinear(nn.Module):

@@ -7,9 +7,9 @@ converter permutes the rows of wq and wk once, so that both rotate the same numb
 import math
 from dataclasses import dataclass, replace
 
-import mlx.core as mx
-
 from mlx_llama3.model.config import ModelArgs, RopeScaling
+
+import mlx.core as mx
 
 # Where a pass begins: one position for all sequences, or `(B,)` int32, one for each.
 Position = int | mx.array

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_llama3.errors import UserError
-from mlx_llama3.model.config import read_json
-from mlx_llama3.system.files import parse_json, read_bytes
+from mlx_llama3.system.files import parse_json, read_bytes, read_json
 from mlx_llama3.tokenizer.vocabulary import pretokenizers
 from mlx_llama3.tokenizer.vocabulary.added_tokens import classify, name_of, token_table
 from mlx_llama3.tokenizer.vocabulary.bpe_ranks import to_ranks

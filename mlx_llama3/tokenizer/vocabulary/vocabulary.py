@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mlx_llama3.tokenizer.vocabulary import gguf as gguf_vocabulary
-from mlx_llama3.tokenizer.vocabulary import tokenizer_json
+from mlx_llama3.tokenizer.vocabulary import gguf as gguf_vocabulary, tokenizer_json
 from mlx_llama3.tokenizer.vocabulary.pretokenizers import LLAMA3, PreTokenizer
 from mlx_llama3.tokenizer.vocabulary.tokenizer_model import Llama3Version, read_ranks, special_tokens
 

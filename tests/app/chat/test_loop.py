@@ -16,6 +16,7 @@ from watched_model import WatchedModel
 from app import cli
 from app.chat import loop as chat
 from app.chat.pipe import Plain
+from app.chat.session import Chat
 from app.options.model import OpenModel
 from mlx_llama3.conversation.conversation import Conversation
 from mlx_llama3.tokenizer.tokenizer import Tokenizer
@@ -325,7 +326,7 @@ class Pressed(Plain):
 def test_ctrl_c_while_the_prompt_is_read_stops_between_two_chunks(tokenizer, capsys) -> None:
     model = WatchedModel(vocab_size=tokenizer.vocab_size, max_seq_len=4096)
     conversation = Conversation(model, tokenizer)
-    session = chat.Chat("tiny", conversation, Pressed())
+    session = Chat("tiny", conversation, Pressed())
     session.answer(partial(conversation.send, "word " * 1500))
     assert conversation.messages == []
     assert model.prompts == []  # the first chunk of 512 was fed, the head was never asked

@@ -129,7 +129,10 @@ def test_ctrl_c_clears_a_line_first(spawn) -> None:
 
 
 def test_ctrl_c_while_loading_is_quiet(spawn) -> None:
-    script = "from app import cli; from app.chat import loop as chat; import sys, time\nchat.open_model = lambda name: print('!') or time.sleep(60)\n"
+    script = (
+        "import sys, time; from app import cli; from app.chat import loop as chat\n"
+        "chat.open_model = lambda name: print('!') or time.sleep(60)\n"
+    )
     child = spawn.start(["-c", script + "sys.exit(cli.main(['chat']))"], {})
     child.expect("!")
     child.kill(signal.SIGINT)

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from app import cli
-from app.generate import batch
-from app.generate import one as generate
+from app.generate import batch, one as generate
 
 PROMPTS = [
     "What is the capital of France?",

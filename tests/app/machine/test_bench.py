@@ -16,7 +16,7 @@ from app.machine.copy_speed import copy_speed
 from app.machine.machine import Machine
 from mlx_llama3 import api
 from mlx_llama3.errors import UserError
-from mlx_llama3.model.kernels import FUSED, REFERENCE
+from mlx_llama3.model.kernels.kernel_set import FUSED, REFERENCE
 from mlx_llama3.model.transformer import Transformer
 
 MAC = Machine("Apple M2 Pro", 16 * 10**9, 11 * 10**9, 200, "macOS 15", "3.12", "0.1.0", "0.32", "0.32.2", True)

@@ -11,10 +11,10 @@ from app.options.model import OpenModel
 from mlx_llama3.autotune.choice import NAMES, Choice
 from mlx_llama3.autotune.decisions import Decision
 from mlx_llama3.errors import UserError
-from mlx_llama3.model.kernels import Kernels
+from mlx_llama3.model.kernels.kernel_set import Kernels
 from mlx_llama3.model.transformer import Transformer
 
-import mlx.core as mx  # isort: skip
+import mlx.core as mx
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import mlx.core as mx
 import pexpect
 import pytest
 from meta_checkpoint import PARAMS, write_meta, write_tokenizer_model
@@ -18,6 +17,8 @@ from tiny_models import ARGS, random_weights, write_folder
 
 from app import cli
 from convert.__main__ import main
+
+import mlx.core as mx
 
 HALF = {name: array.astype(mx.float16) for name, array in random_weights(ARGS).items()}
 

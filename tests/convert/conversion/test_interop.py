@@ -2,12 +2,9 @@
 
 from pathlib import Path
 
-import mlx.core as mx
-import mlx_lm
 import pytest
 from gguf_builder import TOKENS
 from meta_checkpoint import PARAMS, write_meta, write_tokenizer_model
-from mlx_lm.utils import load_model as peer_load_model
 from tiny_gguf import write_k_quants, write_tiny
 from tiny_models import random_weights, tiny_args, write_folder
 
@@ -15,6 +12,10 @@ from convert.conversion.recipe import make_recipe
 from convert.conversion.to_mlx import convert
 from mlx_llama3.checkpoint.loading import load_model
 from mlx_llama3.model.config import ModelArgs, RopeScaling
+
+import mlx.core as mx
+import mlx_lm
+from mlx_lm.utils import load_model as peer_load_model
 
 IDS = mx.array([[5, 17, 200, 3, 3, 99, 42, 250, 1, 0, 77, 128]])
 

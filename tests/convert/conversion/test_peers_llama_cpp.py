@@ -4,11 +4,12 @@ import json
 from pathlib import Path
 
 import llama_cpp_record
-import mlx.core as mx
 import numpy as np
 import pytest
 
 from convert.conversion.to_gguf import to_gguf
+
+import mlx.core as mx
 
 pytestmark = pytest.mark.peers
 F32 = 0  # ggml_type of the key and value cache

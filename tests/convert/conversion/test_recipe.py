@@ -2,18 +2,18 @@
 
 import json
 
-import mlx.nn as nn
 import pytest
-from mlx_lm.convert import mixed_quant_predicate_builder
-from mlx_lm.models.llama import Model
-from mlx_lm.models.llama import ModelArgs as PeerArgs
 from tiny_models import tiny_args
 
 from convert.conversion.recipe import NAMES, Recipe, make_recipe
+from mlx_llama3.checkpoint.config_json import to_hf
 from mlx_llama3.checkpoint.folder import Quantization
 from mlx_llama3.checkpoint.tensor_shapes import expected_shapes
 from mlx_llama3.errors import UserError
-from mlx_llama3.model.config import to_hf
+
+import mlx.nn as nn
+from mlx_lm.convert import mixed_quant_predicate_builder
+from mlx_lm.models.llama import Model, ModelArgs as PeerArgs
 
 LAYERS = 16
 SHAPE = (256, 256)

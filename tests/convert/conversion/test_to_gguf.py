@@ -5,7 +5,6 @@ import shutil
 
 import gguf
 import llama_cpp_record
-import mlx.core as mx
 import numpy as np
 import pytest
 from gguf_builder import MERGES, TOKENS
@@ -19,6 +18,8 @@ from convert.sources.gguf import open_gguf
 from convert.sources.open import open_source
 from mlx_llama3.errors import UserError
 from mlx_llama3.model.config import RopeScaling
+
+import mlx.core as mx
 
 VOCABULARY = llama_cpp_record.made_up_vocabulary()
 

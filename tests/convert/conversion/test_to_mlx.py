@@ -10,7 +10,6 @@ import textwrap
 import time
 from pathlib import Path
 
-import mlx.core as mx
 import numpy as np
 import pytest
 from meta_checkpoint import PARAMS, hf_rows, meta_weights, write_meta
@@ -20,10 +19,12 @@ from convert.conversion import to_mlx as module
 from convert.conversion.plan import Step
 from convert.conversion.recipe import make_recipe
 from convert.conversion.to_mlx import convert
+from mlx_llama3.checkpoint.config_json import from_hf
 from mlx_llama3.checkpoint.loading import load_model
 from mlx_llama3.checkpoint.tensor_names import hf_to_official
 from mlx_llama3.errors import UserError
-from mlx_llama3.model.config import from_hf
+
+import mlx.core as mx
 
 DATA = Path(__file__).parents[2] / "data"
 WEIGHTS = random_weights(ARGS)

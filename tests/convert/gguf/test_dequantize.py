@@ -1,11 +1,9 @@
 """Quantized blocks: every type against the gguf package bit for bit, and repacking against MLX's own kernels."""
 
 import gguf
-import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from convert.gguf.dequantize import (
     AFFINE_BITS,
@@ -17,6 +15,8 @@ from convert.gguf.dequantize import (
     to_affine_anew,
 )
 from convert.gguf.types import LAYOUTS, TYPE_NUMBERS
+
+import mlx.core as mx
 
 FLOAT16_SCALES = ("d", "m", "dmin")
 

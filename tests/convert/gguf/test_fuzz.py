@@ -3,8 +3,7 @@
 from dataclasses import replace
 
 from gguf_builder import gguf_bytes
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from tiny_gguf import ARGS, entries, metadata, random_weights
 
 from convert.sources.gguf import open_gguf

@@ -3,8 +3,7 @@
 import gguf
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from convert.gguf.dequantize import dequantize
 from convert.gguf.quantize import TYPES, quantize

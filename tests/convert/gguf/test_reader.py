@@ -8,8 +8,7 @@ import gguf
 import numpy as np
 import pytest
 from gguf_builder import Entry, Typed, encoded, gguf_bytes, string
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from convert.gguf.reader import MAX_HEADER, MAX_NAME, GGUFError, read_header
 from mlx_llama3.errors import UserError

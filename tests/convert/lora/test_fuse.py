@@ -4,18 +4,19 @@ import json
 import shutil
 from pathlib import Path
 
-import mlx.core as mx
 import numpy as np
 import pytest
-from mlx.utils import tree_flatten, tree_unflatten
-from mlx_lm.tuner.utils import linear_to_lora_layers
-from mlx_lm.utils import load_model as peer_load_model
 from tiny_models import ARGS, quantized, random_weights, tiny_args, write_folder
 from torch_zip import write_pth
 
 from convert.conversion.recipe import make_recipe
 from convert.conversion.to_mlx import convert
 from mlx_llama3.errors import UserError
+
+import mlx.core as mx
+from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.tuner.utils import linear_to_lora_layers
+from mlx_lm.utils import load_model as peer_load_model
 
 PEFT = Path(__file__).parents[2] / "data" / "peft"
 WEIGHTS = random_weights(ARGS)

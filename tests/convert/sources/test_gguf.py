@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import gguf
-import mlx.core as mx
 import numpy as np
 import pytest
 from gguf_builder import Entry, encoded, gguf_bytes
@@ -12,6 +11,8 @@ from tiny_gguf import ARGS, LAST_Q, entries, metadata, random_weights, write_k_q
 from convert.sources.gguf import open_gguf
 from mlx_llama3.checkpoint.folder import Quantization
 from mlx_llama3.errors import UserError
+
+import mlx.core as mx
 
 K_PROJ = "model.layers.1.self_attn.k_proj.weight"
 

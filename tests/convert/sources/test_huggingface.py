@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import mlx.core as mx
 import numpy as np
 import pytest
 from meta_checkpoint import PARAMS, meta_weights, write_meta
@@ -13,9 +12,11 @@ from torch_zip import bf16_bits, write_pth
 from convert.sources.huggingface import open_huggingface
 from convert.sources.open import open_source
 from convert.sources.source import Source
+from mlx_llama3.checkpoint.config_json import to_hf
 from mlx_llama3.checkpoint.folder import Quantization
 from mlx_llama3.errors import UserError
-from mlx_llama3.model.config import to_hf
+
+import mlx.core as mx
 
 WEIGHTS = random_weights(ARGS)
 

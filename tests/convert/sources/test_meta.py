@@ -5,7 +5,6 @@ import pickle
 import zipfile
 from pathlib import Path
 
-import mlx.core as mx
 import numpy as np
 import pytest
 from meta_checkpoint import PARAMS, hf_rows, meta_weights, write_meta, write_tokenizer_model
@@ -16,6 +15,8 @@ from convert.sources.meta import is_meta_folder, open_meta
 from convert.sources.source import Source
 from mlx_llama3.checkpoint.tensor_names import hf_to_official
 from mlx_llama3.errors import UserError
+
+import mlx.core as mx
 
 DATA = Path(__file__).parents[2] / "data"
 HEAD_DIM = PARAMS["dim"] // PARAMS["n_heads"]

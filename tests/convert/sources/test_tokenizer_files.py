@@ -2,10 +2,8 @@
 
 import json
 
-import mlx.core as mx
 import pytest
 from hypothesis import HealthCheck, given, settings
-from mlx_lm.tokenizer_utils import load as mlx_lm_load
 from tokenizer_samples import META_MODEL, SMOLLM_MISSING, TEXTS, small_bpe, texts
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
@@ -15,6 +13,9 @@ from mlx_llama3.errors import UserError
 from mlx_llama3.tokenizer.llama3_format import llama3_chat_template
 from mlx_llama3.tokenizer.tokenizer import load_tokenizer
 from mlx_llama3.tokenizer.vocabulary.vocabulary import Vocabulary
+
+import mlx.core as mx
+from mlx_lm.tokenizer_utils import load as mlx_lm_load
 
 CONFIG = {
     "model_type": "llama",

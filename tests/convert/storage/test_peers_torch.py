@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import mlx.core as mx
 import numpy as np
 import pytest
 from tiny_models import random_weights, tiny_args, write_folder
@@ -12,6 +11,8 @@ from convert.storage.torch_zip import read_pth
 from mlx_llama3.checkpoint.loading import load_model
 from mlx_llama3.errors import UserError
 from mlx_llama3.model.config import RopeScaling
+
+import mlx.core as mx
 
 pytestmark = pytest.mark.peers
 

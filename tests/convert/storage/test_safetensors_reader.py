@@ -5,15 +5,15 @@ import shutil
 import struct
 from pathlib import Path
 
-import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from safetensors.numpy import save_file
 
 from convert.storage.safetensors_reader import read_safetensors
 from mlx_llama3.errors import UserError
+
+import mlx.core as mx
 
 
 def raw(path: Path, header: object, data: bytes = b"", length: int | None = None) -> Path:

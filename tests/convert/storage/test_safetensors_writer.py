@@ -2,13 +2,14 @@
 
 import json
 
-import mlx.core as mx
 import numpy as np
 import pytest
 from safetensors import safe_open
 
 from convert.storage.safetensors_reader import read_safetensors
 from convert.storage.safetensors_writer import Entry, SafetensorsWriter
+
+import mlx.core as mx
 
 ARRAYS = {
     "a": mx.random.normal((10, 6)).astype(mx.bfloat16),

@@ -7,8 +7,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch_zip import group, number, storage, table, tensor, text
 
 from convert.storage.torch_pickle import MAX_PICKLE_BYTES, StatePickle, Storage, TensorView

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch_zip import bf16_bits, contiguous, table, tensor, write_pth, write_zip
 
 from convert.storage.torch_zip import read_pth

@@ -2,7 +2,6 @@
 
 import math
 
-import mlx.core as mx
 import numpy as np
 import pytest
 from meta_checkpoint import PARAMS, write_meta, write_tokenizer_model
@@ -13,6 +12,8 @@ from convert.conversion.to_mlx import convert
 from convert.verification.perplexity import perplexity, score
 from mlx_llama3.errors import UserError
 from mlx_llama3.tokenizer.tokenizer import load_tokenizer
+
+import mlx.core as mx
 
 IDS = np.random.default_rng(0).integers(0, 320, 700).tolist()
 
@@ -109,17 +110,3 @@ def test_built_in_text(folder):
 def test_what_makes_no_sense(folder, options, named):
     with pytest.raises(UserError, match=named):
         perplexity(folder, **options, progress=False)
-
-
-@pytest.mark.parametrize(
-    "content, named", [(b"\xff\xfe", "is not text in UTF-8"), (b" \n", "is empty"), (None, "cannot be read")]
-)
-def test_text_file_that_cannot_be_used(tmp_path, content, named):
-    from convert.storage.text_file import read_text
-
-    path = tmp_path / "text"
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(UserError) as error:
-        read_text(path)
-    assert str(error.value).startswith(f"{path}: ") and named in str(error.value)

@@ -4,10 +4,8 @@ import json
 import math
 from pathlib import Path
 
-import mlx.core as mx
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from meta_checkpoint import PARAMS, write_meta, write_tokenizer_model
 from tiny_models import ARGS, random_weights, tiny_args, write_folder
 
@@ -22,6 +20,8 @@ from convert.verification.verify import Verification, verify
 from mlx_llama3.checkpoint.loading import load_model
 from mlx_llama3.errors import UserError
 from mlx_llama3.model.config import RopeScaling
+
+import mlx.core as mx
 
 PEFT = Path(__file__).parents[2] / "data" / "peft"
 WEIGHTS = random_weights(ARGS)

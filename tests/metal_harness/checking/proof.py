@@ -4,7 +4,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import mlx.core as mx
 import numpy as np
 
 from tests.metal_harness.checking.checked_build import CHECKED
@@ -12,6 +11,8 @@ from tests.metal_harness.checking.checks import Checked, check
 from tests.metal_harness.checking.strict import strict
 from tests.metal_harness.checking.traffic import Traffic, ledger, not_read_once
 from tests.metal_harness.emulator import Dispatch, emulated
+
+import mlx.core as mx
 
 ORDERS = ("reverse", 1, 2)  # beside forward: threads in reverse, and two shuffles
 

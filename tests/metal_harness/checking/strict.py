@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-import mlx.core
-
 from tests.metal_harness import build
 from tests.metal_harness.checking.clang_ast import Node, nodes
 from tests.metal_harness.source import Kernel
+
+import mlx.core
 
 KERNELS = Path(mlx.core.__file__).parent / "include/mlx/backend/metal/kernels"
 # The syntax tree on stdout, and warnings beside those that clang gives by itself.

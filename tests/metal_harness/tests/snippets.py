@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-import mlx.core as mx
-
 from tests.metal_harness.emulator import Dispatch
 from tests.metal_harness.source import generated
+
+import mlx.core as mx
 
 
 def dispatch_of(

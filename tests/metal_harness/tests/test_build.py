@@ -3,12 +3,13 @@
 import threading
 from dataclasses import replace
 
-import mlx.core as mx
 import numpy as np
 import pytest
 
 from tests.metal_harness import build
 from tests.metal_harness.tests.snippets import dispatch_of, first_line
+
+import mlx.core as mx
 
 ONE = {"grid": (1, 1, 1), "threadgroup": (1, 1, 1)}
 

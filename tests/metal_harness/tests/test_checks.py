@@ -1,10 +1,11 @@
-import mlx.core as mx
 import numpy as np
 import pytest
 
 from tests.metal_harness.checking.checked_build import CHECKED
 from tests.metal_harness.checking.checks import check
 from tests.metal_harness.tests.snippets import dispatch_of, first_line
+
+import mlx.core as mx
 
 # Two simdgroups: each adds up its numbers, then thread 0 the two sums.
 GOOD = """

@@ -2,12 +2,13 @@
 
 import functools
 
-import mlx.core as mx
 import numpy as np
 import pytest
 
 from tests.metal_harness.emulator import emulated
 from tests.metal_harness.executor import KernelError
+
+import mlx.core as mx
 
 ONE_THREAD = {"grid": (1, 1, 1), "threadgroup": (1, 1, 1)}
 

@@ -2,12 +2,13 @@
 
 import threading
 
-import mlx.core as mx
 import numpy as np
 import pytest
 
 from tests.metal_harness.executor import KernelError, launch
 from tests.metal_harness.tests.snippets import dispatch_of, first_line
+
+import mlx.core as mx
 
 ORDERS = ["forward", "reverse", 5]
 BARRIER = "threadgroup_barrier(mem_flags::mem_none)"

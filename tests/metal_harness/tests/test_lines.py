@@ -1,10 +1,11 @@
-import mlx.core as mx
 import pytest
 
 from tests.metal_harness import build
 from tests.metal_harness.checking.checked_build import CHECKED
 from tests.metal_harness.checking.lines import find_line, line_table, section_sizes
 from tests.metal_harness.tests.snippets import dispatch_of, first_line
+
+import mlx.core as mx
 
 
 @pytest.fixture(scope="module")

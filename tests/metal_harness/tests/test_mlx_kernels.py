@@ -1,11 +1,12 @@
 """The harness on kernels that are known to be right: MLX's own. They must return what float64 arithmetic gives."""
 
-import mlx.core as mx
 import numpy as np
 import pytest
 
 from tests.metal_harness.executor import launch
 from tests.metal_harness.mlx_kernels import mlx_kernel
+
+import mlx.core as mx
 
 # What is stored in the type of the inputs may be off by half a unit in its last place.
 TYPES = {"float": (np.float32, 1e-5), "float16_t": (np.float16, 1e-3)}

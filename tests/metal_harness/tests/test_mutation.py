@@ -1,4 +1,3 @@
-import mlx.core as mx
 import numpy as np
 import pytest
 
@@ -6,6 +5,8 @@ from tests.metal_harness.checking.checks import check, check_launch
 from tests.metal_harness.checking.mutation import barriers, mutants, unneeded_barriers
 from tests.metal_harness.mlx_kernels import mlx_kernel
 from tests.metal_harness.tests.snippets import dispatch_of, first_line
+
+import mlx.core as mx
 
 # A sum in a tree, round after round: the second barrier is needed only when the loop goes round.
 TREE = """

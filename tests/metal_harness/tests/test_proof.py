@@ -1,11 +1,12 @@
 import sys
 from functools import cache
 
-import mlx.core as mx
 import numpy as np
 import pytest
 
 from tests.metal_harness.checking.proof import compare, prove
+
+import mlx.core as mx
 
 SOURCE = """
 uint i = thread_position_in_grid.x;

@@ -1,7 +1,8 @@
-import mlx.core as mx
 import pytest
 
 from tests.metal_harness.source import Parameter, generated, parse_parameters
+
+import mlx.core as mx
 
 SOURCE = """
     uint i = thread_position_in_grid.x;

@@ -1,9 +1,10 @@
-import mlx.core as mx
 import pytest
 
 from tests.metal_harness.checking.strict import strict
 from tests.metal_harness.mlx_kernels import mlx_kernel
 from tests.metal_harness.tests.snippets import dispatch_of, first_line
+
+import mlx.core as mx
 
 GOOD = """
 uint i = thread_position_in_grid.x;

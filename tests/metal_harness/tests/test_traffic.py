@@ -1,9 +1,10 @@
-import mlx.core as mx
 import pytest
 
 from tests.metal_harness.checking.checks import check
 from tests.metal_harness.checking.traffic import Traffic, ledger, not_read_once
 from tests.metal_harness.tests.snippets import dispatch_of
+
+import mlx.core as mx
 
 ROWS, COLUMNS = 8, 64
 

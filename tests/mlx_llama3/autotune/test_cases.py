@@ -13,11 +13,12 @@ from mlx_llama3.autotune.decisions import DecisionFile
 from mlx_llama3.autotune.trial import Timing, difference, try_kernel
 from mlx_llama3.autotune.whole_step import CONTEXT, step_case
 from mlx_llama3.checkpoint import loading
-from mlx_llama3.model.kernels import FUSED, REFERENCE, rope_qkv
+from mlx_llama3.model.kernels import rope_qkv
+from mlx_llama3.model.kernels.kernel_set import FUSED, REFERENCE
 from mlx_llama3.model.transformer import Transformer
 from tests.metal_harness.emulator import emulated
 
-import mlx.core as mx  # isort: skip
+import mlx.core as mx
 
 ARGS = tiny_args(dim=128, hidden_dim=256, head_dim=64)
 

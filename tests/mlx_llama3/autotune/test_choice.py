@@ -14,10 +14,10 @@ from mlx_llama3.autotune import choice
 from mlx_llama3.autotune.choice import NAMES, choose, use_chosen
 from mlx_llama3.autotune.decisions import Decision, DecisionFile
 from mlx_llama3.errors import UserError
-from mlx_llama3.model.kernels import REFERENCE, Kernels
+from mlx_llama3.model.kernels.kernel_set import REFERENCE, Kernels
 from mlx_llama3.model.transformer import Transformer
 
-import mlx.core as mx  # isort: skip
+import mlx.core as mx
 
 
 def raising(x: mx.array) -> mx.array:

@@ -6,7 +6,7 @@ from stand_in_device import StandIn
 from mlx_llama3.autotune.decisions import Decision
 from mlx_llama3.autotune.trial import Case, Timing, compare, first_line, try_kernel
 
-import mlx.core as mx  # isort: skip
+import mlx.core as mx
 
 
 def broken(error: Exception):

@@ -3,7 +3,6 @@
 import threading
 
 import pytest
-from mlx.utils import tree_flatten
 from tiny_models import quantized, random_weights, tiny_args, write_folder
 
 from mlx_llama3.checkpoint.cpu_blocks import SpreadFeedForward, _silu, spread_blocks
@@ -11,8 +10,8 @@ from mlx_llama3.checkpoint.loading import load_model
 from mlx_llama3.model.layers import tiled_linear as cpu
 from mlx_llama3.model.transformer import FeedForward, Transformer
 
-import mlx.core as mx  # isort: skip
-
+import mlx.core as mx
+from mlx.utils import tree_flatten
 
 ARGS = tiny_args(hidden_dim=320)  # 5 tiles: no number of streams but 1 divides them
 

@@ -7,14 +7,14 @@ import pytest
 from tiny_models import ARGS, quantized, random_weights, tiny_args, write_folder
 
 from mlx_llama3.checkpoint import loading
+from mlx_llama3.checkpoint.config_json import to_hf
 from mlx_llama3.checkpoint.folder import Checkpoint
 from mlx_llama3.checkpoint.loading import load_model
 from mlx_llama3.errors import UserError
-from mlx_llama3.model.config import to_hf
 from mlx_llama3.system import memory
 
-import mlx.core as mx  # isort: skip
-from mlx.utils import tree_flatten  # isort: skip
+import mlx.core as mx
+from mlx.utils import tree_flatten
 
 TOKENS = mx.array([[1, 2, 3, 4, 5]])
 

@@ -3,7 +3,6 @@
 import json
 import re
 
-import mlx.core as mx
 import numpy as np
 import pytest
 from watched_model import WatchedModel
@@ -14,6 +13,8 @@ from mlx_llama3.errors import UserError
 from mlx_llama3.model.cache.prefix import PrefixCache
 from mlx_llama3.model.cache.settings import CacheSettings
 from mlx_llama3.tokenizer.tokenizer import Tokenizer
+
+import mlx.core as mx
 
 
 @pytest.fixture(scope="module")
@@ -231,7 +232,8 @@ def test_a_system_prompt_that_is_longer_than_the_window_changes_nothing(model, t
 
 def test_the_window_of_an_adopted_cache_keeps_no_more_than_the_new_system_prompt(model, tokenizer) -> None:
     long = "Be brief. " * 9
-    held = PrefixCache(model, keep_head(CacheSettings(max_kv_size=64), tokenizer, long))
+    settings = keep_head(CacheSettings(max_kv_size=64), tokenizer, long)
+    held = PrefixCache(model.make_cache(settings), settings)
     chat = Conversation(model, tokenizer, system=long)
     chat.adopt(held)
     assert chat.cache[0].window.keep == len(prompt_head(tokenizer, long))

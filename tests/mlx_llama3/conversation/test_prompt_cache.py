@@ -15,7 +15,7 @@ from mlx_llama3.model.cache.prefix import PrefixCache
 from mlx_llama3.model.cache.settings import CacheSettings
 from mlx_llama3.model.layers import tiled_linear as cpu
 
-import mlx.core as mx  # isort: skip
+import mlx.core as mx
 
 ARGS = tiny_args(n_layers=2, head_dim=64)
 IDS = [(7 * i) % 300 for i in range(300)]
@@ -32,7 +32,8 @@ def settings(request) -> CacheSettings:
 
 
 def held_cache(model, settings=None) -> PrefixCache:
-    held = PrefixCache(model, settings or CacheSettings())
+    settings = settings or CacheSettings()
+    held = PrefixCache(model.make_cache(settings), settings)
     mx.eval(prefill(model, IDS, held.layers))
     held.record(IDS)
     return held

@@ -1,6 +1,5 @@
 """Answers in a batch equal those of single runs; and its cache, against passes over each row alone."""
 
-import mlx.core as mx
 import numpy as np
 import pytest
 from tiny_models import tiny_args, tiny_model
@@ -11,6 +10,8 @@ from mlx_llama3.generation.batch import Answer, Request, generate_batch, largest
 from mlx_llama3.generation.sampling import Sampling
 from mlx_llama3.generation.stream import generate
 from mlx_llama3.model.cache.batch import BatchKVCache, Rows, joined, selected
+
+import mlx.core as mx
 
 LOGITS = 1e-5
 

@@ -5,7 +5,7 @@ from tiny_models import tiny_args, tiny_model
 
 from mlx_llama3.generation.decoding import prefill
 
-import mlx.core as mx  # isort: skip
+import mlx.core as mx
 
 CHUNK = 16
 

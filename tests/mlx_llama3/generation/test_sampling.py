@@ -2,11 +2,9 @@
 
 import math
 
-import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from mlx_llama3.errors import UserError
 from mlx_llama3.generation.sampling import (
@@ -22,6 +20,8 @@ from mlx_llama3.generation.sampling import (
     top_k_ids,
     top_logprobs,
 )
+
+import mlx.core as mx
 
 
 def random_logits(vocab: int = 500, seed: int = 0) -> np.ndarray:

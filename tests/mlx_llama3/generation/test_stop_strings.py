@@ -1,6 +1,5 @@
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
+from hypothesis import example, given, strategies as st
 
 from mlx_llama3.errors import UserError
 from mlx_llama3.generation.stop_strings import StopStrings

@@ -8,7 +8,7 @@ from watched_model import WatchedModel
 from mlx_llama3.errors import UserError
 from mlx_llama3.generation.stream import generate
 
-import mlx.core as mx  # isort: skip
+import mlx.core as mx
 
 PROMPT = [3, 14, 159, 26, 5, 35]
 

@@ -13,7 +13,7 @@ from mlx_llama3.model.hooks.norms import NormCapture
 from mlx_llama3.model.hooks.taps import tapped
 from mlx_llama3.model.layers import tiled_linear as cpu
 
-import mlx.core as mx  # isort: skip
+import mlx.core as mx
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="mx.compile needs a compiler on the CPU")
 

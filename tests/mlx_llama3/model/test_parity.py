@@ -12,7 +12,7 @@ from app.cli import main
 from mlx_llama3.checkpoint.loading import load_model
 from mlx_llama3.tokenizer.tokenizer import load_tokenizer
 
-import mlx.core as mx  # isort: skip
+import mlx.core as mx
 
 DATA = Path(__file__).parents[2] / "data"
 OFFICIAL = ["llama3-1shard", "llama31-2shards", "llama31-long"]

@@ -16,7 +16,7 @@ from mlx_llama3.model.config import RopeScaling
 from mlx_llama3.model.layers.rope import Rope, rotate
 from mlx_llama3.model.transformer import Transformer
 
-import mlx.core as mx  # isort: skip
+import mlx.core as mx
 
 DATA = Path(__file__).parents[2] / "data" / "transformers"
 SCALINGS = {"plain": None, "factor8": RopeScaling(8.0), "factor32": RopeScaling(32.0)}

@@ -7,7 +7,7 @@ from tiny_models import ARGS, random_weights, tiny_args, tiny_model
 from mlx_llama3.model.config import ModelArgs, RopeScaling
 from mlx_llama3.model.layers.rope import inverse_frequencies
 
-import mlx.core as mx  # isort: skip
+import mlx.core as mx
 
 TOKENS = mx.array([[3, 14, 159, 26, 5, 35, 89, 79], [7, 0, 319, 1, 1, 2, 6, 8]])
 

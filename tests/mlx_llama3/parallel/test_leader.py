@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from tiny_models import tiny_args
 
-import mlx.core as mx  # isort: skip
-
 from mlx_llama3.errors import UserError
 from mlx_llama3.model.cache.kv_cache import KVCache
 from mlx_llama3.model.cache.settings import CacheSettings
 from mlx_llama3.parallel import leader
 from mlx_llama3.parallel.leader import Leader, LeadTransformer, Ticket
+
+import mlx.core as mx
 
 TOKENS = mx.array([[1, 2, 3]])
 

@@ -11,9 +11,9 @@ import rank_program
 from ranks import run_program, run_ranks
 from tiny_models import random_weights, tiny_args, write_folder
 
-import mlx.core as mx  # isort: skip
-
 from mlx_llama3.checkpoint.loading import load_model
+
+import mlx.core as mx
 
 # Sums in another order; the logits are of the order of 3.
 TOLERANCE = 1e-4

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 from tiny_models import quantized, random_weights, tiny_args, write_folder
 
-import mlx.core as mx  # isort: skip
-
 from mlx_llama3.checkpoint.folder import Checkpoint
 from mlx_llama3.errors import UserError
 from mlx_llama3.parallel import slices
 from mlx_llama3.parallel.slices import COLUMNS, ROWS, Cut, SlicedCheckpoint
+
+import mlx.core as mx
 
 Q, DOWN, NORM = (f"model.layers.0.{name}.weight" for name in ("self_attn.q_proj", "mlp.down_proj", "input_layernorm"))
 

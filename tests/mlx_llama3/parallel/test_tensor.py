@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 from tiny_models import quantized, random_weights, tiny_args, write_folder
 
-import mlx.core as mx  # isort: skip
-
 from mlx_llama3.checkpoint.folder import Checkpoint
 from mlx_llama3.checkpoint.tensor_shapes import expected_shapes
 from mlx_llama3.errors import UserError
 from mlx_llama3.parallel.slices import COLUMNS
 from mlx_llama3.parallel.tensor import TensorPart, VocabularyParallel, cut_of, even
+
+import mlx.core as mx
 
 
 def as_rank(rank: int, size: int) -> SimpleNamespace:

@@ -2,11 +2,12 @@
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 
 from mlx_llama3.errors import UserError
-from mlx_llama3.system.files import check_place, parse_json, read_bytes, read_text, replacing
+from mlx_llama3.system.files import check_place, parse_json, read_bytes, read_json, read_some_text, read_text, replacing
 
 
 def test_read(tmp_path):
@@ -65,3 +66,30 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
     assert [each.name for each in tmp_path.iterdir()] == ["a.txt"] and path.read_text() == "first"
     with pytest.raises(OSError, match="File name too long"), replacing(tmp_path / ("x" * 300)) as partial:
         partial.write_text("")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1, 2]", "\xff"])
+def test_read_json_names_the_file(tmp_path: Path, text):
+    path = tmp_path / "config.json"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(UserError, match="config.json"):
+        read_json(path)
+    with pytest.raises(UserError, match="no such file"):
+        read_json(tmp_path / "absent.json")
+
+
+def test_read_json(tmp_path: Path):
+    (tmp_path / "a.json").write_text(json.dumps({"x": 1}))
+    assert read_json(tmp_path / "a.json") == {"x": 1}
+
+
+@pytest.mark.parametrize(
+    "content, named", [(b"\xff\xfe", "is not UTF-8 text"), (b" \n", "is empty"), (None, "no such file")]
+)
+def test_text_that_must_not_be_empty(tmp_path, content, named):
+    path = tmp_path / "text"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(UserError) as error:
+        read_some_text(path)
+    assert str(error.value).startswith(str(path)) and named in str(error.value)

@@ -4,8 +4,7 @@ import json
 from datetime import datetime
 
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from mlx_llama3.tokenizer.chat_template import TemplateFormat

@@ -1,5 +1,4 @@
-from hypothesis import example, given
-from hypothesis import strategies as st
+from hypothesis import example, given, strategies as st
 
 from mlx_llama3.tokenizer.detokenizer import Detokenizer
 

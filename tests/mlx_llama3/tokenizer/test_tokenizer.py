@@ -9,8 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from llama_models.llama3.tokenizer import Tokenizer as MetaTokenizer
 from tokenizer_samples import META_MODEL, TEXTS, small_bpe, texts
 

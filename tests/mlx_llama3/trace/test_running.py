@@ -14,7 +14,7 @@ from mlx_llama3.trace import running
 from mlx_llama3.trace.attention import attention_pattern
 from mlx_llama3.trace.store import load_trace
 
-import mlx.core as mx  # isort: skip
+import mlx.core as mx
 
 IDS = [3, 14, 159, 26, 5]
 ALL = running.SAVE

@@ -14,7 +14,7 @@ from mlx_llama3.model.hooks.norms import POINTS, NormCapture
 from mlx_llama3.trace.attention import attention_from
 from mlx_llama3.trace.position import look
 
-import mlx.core as mx  # isort: skip
+import mlx.core as mx
 
 DATA = Path(__file__).parents[2] / "data"
 STATES = ("resid_pre", "attn_out", "mlp_out", "resid_post")

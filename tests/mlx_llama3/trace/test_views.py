@@ -14,7 +14,7 @@ from mlx_llama3.trace.lens import logit_lens
 from mlx_llama3.trace.neurons import neurons
 from mlx_llama3.trace.position import look
 
-import mlx.core as mx  # isort: skip
+import mlx.core as mx
 
 IDS = [3, 14, 159, 26, 5, 35, 89, 79]
 

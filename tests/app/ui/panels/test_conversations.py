@@ -5,9 +5,7 @@ import pytest
 from watched_model import WatchedModel
 
 from app.options.model import OpenModel
-from app.ui.panels import chat as chat_panel
-from app.ui.panels import conversations as conversations_panel
-from app.ui.panels import settings as settings_panel
+from app.ui.panels import chat as chat_panel, conversations as conversations_panel, settings as settings_panel
 from app.ui.session.mlx_thread import Engine
 from app.ui.session.services import Services
 from app.ui.session.session import Asked, Sessions

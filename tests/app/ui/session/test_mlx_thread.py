@@ -5,10 +5,11 @@ import sys
 import threading
 from concurrent.futures import CancelledError
 
-import mlx.core as mx
 import pytest
 
 from app.ui.session.mlx_thread import Engine
+
+import mlx.core as mx
 
 
 @pytest.fixture

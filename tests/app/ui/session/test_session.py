@@ -17,7 +17,7 @@ from mlx_llama3.model.hooks.edits import Scale
 from mlx_llama3.model.hooks.norms import POINTS, NormCapture
 from mlx_llama3.model.residual import plain as plain_stream
 
-import mlx.core as mx  # isort: skip
+import mlx.core as mx
 
 
 @pytest.fixture

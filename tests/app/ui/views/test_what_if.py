@@ -8,7 +8,7 @@ from app.ui.views.what_if_effect import compare, read_edits
 from mlx_llama3.errors import UserError
 from mlx_llama3.model.hooks.edits import Scale, edited
 
-import mlx.core as mx  # isort: skip
+import mlx.core as mx
 
 TOKEN = 40
 

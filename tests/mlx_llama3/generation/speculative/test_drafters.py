@@ -7,7 +7,7 @@ from watched_model import WatchedModel
 from mlx_llama3.generation.sampling import Sampler, Sampling
 from mlx_llama3.generation.speculative.drafters import ModelDrafter, NgramDrafter
 
-import mlx.core as mx  # isort: skip
+import mlx.core as mx
 
 VOCAB = 320
 PROMPT = [3, 14, 159, 26, 5, 35, 89]

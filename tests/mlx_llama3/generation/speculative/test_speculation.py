@@ -14,11 +14,11 @@ from mlx_llama3.errors import UserError
 from mlx_llama3.generation.sampling import Sampler, Sampling
 from mlx_llama3.generation.speculative.draft_switch import Switch
 from mlx_llama3.generation.speculative.drafters import ModelDrafter, NgramDrafter
-from mlx_llama3.generation.speculative.speculation import Speculation, speculate
+from mlx_llama3.generation.speculative.speculation import Speculation
 from mlx_llama3.generation.stream import Step, generate
 from mlx_llama3.model.cache.settings import CacheSettings
 
-import mlx.core as mx  # isort: skip
+import mlx.core as mx
 
 VOCAB = 320
 PROMPT = [3, 14, 159, 26, 5, 35, 3, 14]
@@ -119,7 +119,7 @@ def test_drawn_tokens_have_the_models_distribution(name, sampling):
     cache = model.make_cache()
     draft.begin([2], cache, 1, chunk=8, on_chunk=lambda: None)
     logits = model(mx.array([[2]]), 0, cache)[:, -1]
-    choices = speculate(draft, model, logits, cache, Sampler(sampling, vocab), count=count)
+    choices = draft.decode(model, logits, cache, Sampler(sampling, vocab), count=count)
     chain = [2, *(choice.token.item() for choice in choices)]
 
     observed = np.zeros((vocab, vocab))
@@ -164,7 +164,7 @@ def test_a_guess_that_is_certain_is_kept_as_often_as_the_model_says_it():
     cache = model.make_cache()
     draft.begin([0], cache, 1, chunk=8, on_chunk=lambda: None)
     logits = model(mx.array([[0]]), 0, cache)[:, -1]
-    choices = speculate(draft, model, logits, cache, Sampler(Sampling(1.0, seed=5), 3), count=4000)
+    choices = draft.decode(model, logits, cache, Sampler(Sampling(1.0, seed=5), 3), count=4000)
     assert sum(1 for _ in choices) == 4000
     share = np.mean([(0.3, 0.8, 0.3)[token] for token in after])
     # Three standard errors of so many trials.

@@ -1,10 +1,11 @@
 """The cache: what goes in comes out, in place, in steps; and `start_pos` is checked against it."""
 
-import mlx.core as mx
 import numpy as np
 import pytest
 
 from mlx_llama3.model.cache.kv_cache import KVCache, check_start
+
+import mlx.core as mx
 
 
 def block(start: int, length: int) -> mx.array:

@@ -20,7 +20,7 @@ from mlx_llama3.model.kernels.kv_packing import RecordLayout
 from mlx_llama3.tokenizer.tokenizer import load_tokenizer
 from mlx_llama3.trace.position import look
 
-import mlx.core as mx  # isort: skip
+import mlx.core as mx
 
 FIRST, NEWEST, BLOCK = QuantizedKVCache.FIRST, QuantizedKVCache.NEWEST, QuantizedKVCache.BLOCK
 FOUR, EIGHT = CacheSettings(kv_bits=4), CacheSettings(kv_bits=8)

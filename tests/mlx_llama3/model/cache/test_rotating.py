@@ -16,7 +16,7 @@ from mlx_llama3.model.cache.rotating import RotatingKVCache, Window
 from mlx_llama3.model.cache.settings import CacheSettings
 from mlx_llama3.trace.position import look
 
-import mlx.core as mx  # isort: skip
+import mlx.core as mx
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
 TOLERANCE = 2e-6
@@ -157,7 +157,7 @@ def test_prefix_reuse_feeds_what_the_window_has_lost(model):
     old = [(7 * i) % 300 for i in range(40)]
     for common in (0, 3, 10, 30, 36, 38, 40):
         new = old[:common] + [(5 * i + 1) % 300 for i in range(9)]
-        held, fresh = PrefixCache(model, settings), PrefixCache(model, settings)
+        held, fresh = (PrefixCache(model.make_cache(settings), settings) for _ in range(2))
         model(mx.array([old]), 0, held.layers)
         held.record(old)
         rest = held.reuse(new)
@@ -188,7 +188,8 @@ def test_a_conversation_keeps_its_system_prompt(llama31):
     for text in ("one two three four five six", "seven", "eight nine ten"):
         said = list(chat.send(text, max_tokens=20))
         assert "Be kind." in llama31.decode(chat.ids[: chat.cache[0].window.keep])
-        fresh = PrefixCache(model, replace(settings, kv_keep=chat.cache[0].window.keep))
+        own = replace(settings, kv_keep=chat.cache[0].window.keep)
+        fresh = PrefixCache(model.make_cache(own), own)
         logits = model.residual(mx.array([chat.prompt_ids]), 0, fresh.layers)[:, -1]
         assert model.head(logits).argmax().item() == said[0].token
     assert len(chat.ids) > 60 and not chat.cache[0].complete

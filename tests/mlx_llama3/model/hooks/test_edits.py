@@ -10,7 +10,7 @@ from mlx_llama3.model.hooks.norms import NormCapture
 from mlx_llama3.trace.attribution import attribute
 from mlx_llama3.trace.position import look
 
-import mlx.core as mx  # isort: skip
+import mlx.core as mx
 
 IDS = [3, 14, 159, 26, 5]
 TOKENS = mx.array([IDS])

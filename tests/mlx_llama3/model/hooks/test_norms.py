@@ -13,7 +13,7 @@ from mlx_llama3.model.hooks.norms import POINTS, NormCapture
 from mlx_llama3.model.hooks.taps import tapped
 from mlx_llama3.tokenizer.tokenizer import load_tokenizer
 
-import mlx.core as mx  # isort: skip
+import mlx.core as mx
 
 DATA = Path(__file__).parents[3] / "data"
 TOKENS = mx.array([[3, 14, 159, 26, 5, 35]])

@@ -5,7 +5,7 @@ import pytest
 
 from mlx_llama3.model.kernels.kv_packing import RecordLayout, pack, unpack
 
-import mlx.core as mx  # isort: skip
+import mlx.core as mx
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from mlx_llama3.model.kernels import add_rms_norm, rope_qkv, swiglu_qmv
 from mlx_llama3.model.layers.packed_linear import PackedLinear
 from mlx_llama3.model.layers.rope import Freqs
 
-import mlx.core as mx  # isort: skip
-import mlx.nn as nn  # isort: skip
+import mlx.core as mx
+import mlx.nn as nn
 
 
 def double(x):

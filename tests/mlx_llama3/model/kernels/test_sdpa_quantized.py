@@ -12,7 +12,7 @@ from quantized_attention import attention64, inputs
 from mlx_llama3.model.kernels import sdpa_quantized
 from mlx_llama3.model.kernels.kv_packing import RecordLayout
 
-import mlx.core as mx  # isort: skip
+import mlx.core as mx
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 192])

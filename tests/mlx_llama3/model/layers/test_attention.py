@@ -8,7 +8,7 @@ import pytest
 from mlx_llama3.model.layers import tiled_linear as cpu
 from mlx_llama3.model.layers.attention import attend, fitting_chunk
 
-import mlx.core as mx  # isort: skip
+import mlx.core as mx
 
 
 @pytest.fixture(params=[1, 2, 3, 8])

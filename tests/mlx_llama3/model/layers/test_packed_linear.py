@@ -1,11 +1,11 @@
 """Packing: one product gives what the separate ones gave."""
 
-import mlx.nn as nn
 import pytest
 
 from mlx_llama3.model.layers.packed_linear import PackedLinear
 
-import mlx.core as mx  # isort: skip
+import mlx.core as mx
+import mlx.nn as nn
 
 
 def linear(rows: int, seed: int, bits: int | None = None) -> nn.Module:

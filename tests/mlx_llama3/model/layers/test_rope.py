@@ -7,7 +7,7 @@ from tiny_models import tiny_args
 from mlx_llama3.model.config import RopeScaling
 from mlx_llama3.model.layers.rope import Rope, inverse_frequencies, rotate
 
-import mlx.core as mx  # isort: skip
+import mlx.core as mx
 
 
 def reference_inverse(theta: float, head_dim: int, factor: float | None) -> np.ndarray:

@@ -3,14 +3,14 @@
 import math
 import threading
 
-import mlx.nn as nn
 import pytest
 from tiny_models import quantized, random_weights, tiny_args, tiny_model, write_folder
 
 from mlx_llama3.checkpoint.loading import load_model
 from mlx_llama3.model.layers import tiled_linear as cpu
 
-import mlx.core as mx  # isort: skip
+import mlx.core as mx
+import mlx.nn as nn
 
 
 @pytest.fixture(params=[1, 2, 3, 8])

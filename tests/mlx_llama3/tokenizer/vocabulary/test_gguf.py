@@ -1,7 +1,6 @@
 import json
 from types import MappingProxyType
 
-import mlx.core as mx
 import numpy as np
 import pytest
 from hypothesis import given
@@ -13,6 +12,8 @@ from mlx_llama3.tokenizer.vocabulary.bpe_ranks import to_merges
 from mlx_llama3.tokenizer.vocabulary.byte_level import to_text
 from mlx_llama3.tokenizer.vocabulary.pretokenizers import DIGITS_GPT2, LLAMA3
 from mlx_llama3.tokenizer.vocabulary.vocabulary import Vocabulary
+
+import mlx.core as mx
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5
 

@@ -2,8 +2,7 @@ import json
 
 import pytest
 import regex
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from tokenizer_samples import small_bpe, texts
 
 from mlx_llama3.errors import UserError

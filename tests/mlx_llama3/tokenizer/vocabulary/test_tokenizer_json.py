@@ -5,8 +5,7 @@ import shutil
 import pytest
 from hypothesis import given
 from tokenizer_samples import META_MODEL, TEXTS, small_bpe, texts
-from tokenizers import AddedToken
-from tokenizers import Tokenizer as Peer
+from tokenizers import AddedToken, Tokenizer as Peer
 
 from mlx_llama3.errors import UserError
 from mlx_llama3.tokenizer.tokenizer import Tokenizer

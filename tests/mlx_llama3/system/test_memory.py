@@ -1,4 +1,4 @@
-"""Wired memory with a stand-in for Metal: raised for the first model, put back after the last one."""
+"""Memory with a stand-in for Metal: what is free, and the wired limit while there are models."""
 
 import gc
 import subprocess
@@ -6,9 +6,10 @@ import sys
 
 import pytest
 
-from mlx_llama3.system.wired import Wiring
+from mlx_llama3.system import memory
+from mlx_llama3.system.memory import Wiring
 
-import mlx.core as mx  # isort: skip
+import mlx.core as mx
 
 
 class Model:
@@ -69,3 +70,16 @@ def test_without_metal_nothing_is_set(monkeypatch) -> None:
     Wiring().hold(model)
     del model
     gc.collect()
+
+
+def test_on_a_mac_the_weights_are_not_free(monkeypatch) -> None:
+    def working_set(device: mx.Device | None = None) -> dict:
+        """Of the GPU; by default of the device that is in use, which may be the processor."""
+        return {"max_recommended_working_set_size": 10**9} if device == mx.gpu else {"device_name": "M9"}
+
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    monkeypatch.setattr(mx, "device_info", working_set)
+    monkeypatch.setattr(mx, "get_active_memory", lambda: 4 * 10**8)
+    assert memory.free_memory() == 6 * 10**8
+    monkeypatch.setattr(mx, "get_active_memory", lambda: 2 * 10**9)
+    assert memory.free_memory() == 0

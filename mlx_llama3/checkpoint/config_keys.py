@@ -1,0 +1,49 @@
+"""Values of a configuration file by key, each checked for its kind; errors name the file and the key.
+
+A value that is unknown, missing or contradicts another raises `ConfigError`, because a silent default would give a
+model that runs and is wrong.
+"""
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from mlx_llama3.model.config import ConfigError, check_positive, check_whole
+
+Built = TypeVar("Built")
+
+
+class ConfigKeys:
+    """The values of a configuration, each of the kind that is asked for; errors name the file and the key."""
+
+    def __init__(self, mapping: Mapping[str, Any], source: str) -> None:
+        self.mapping, self.source = mapping, source
+
+    def need(self, key: str, default: Any = None) -> Any:
+        value = self.mapping.get(key)
+        if value is None and default is None:
+            raise ConfigError(f"{self.source}: missing key {key!r}")
+        return default if value is None else value
+
+    def whole(self, key: str, default: int | None = None) -> int:
+        value = self.need(key, default)
+        check_whole(f"{self.source}: {key}", value)
+        return value
+
+    def positive(self, key: str, default: float | None = None) -> float:
+        value = self.need(key, default)
+        check_positive(f"{self.source}: {key}", value)
+        return float(value)
+
+    def flag(self, key: str) -> bool:
+        value = self.need(key, False)
+        if type(value) is not bool:
+            raise ConfigError(f"{self.source}: {key} is {value!r:.60}; it must be true or false")
+        return value
+
+
+def build(kind: type[Built], source: str, **fields: Any) -> Built:
+    """`kind(**fields)`, whose own complaints name the file too."""
+    try:
+        return kind(**fields)
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from None

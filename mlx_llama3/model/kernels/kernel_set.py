@@ -1,0 +1,17 @@
+"""Which of the fused kernels serve a model."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Which of the fused kernels serve a model; in the place of the others stand their references."""
+
+    add_rms_norm: bool = False
+    rope_qkv: bool = False
+    swiglu_qmv: bool = False
+    sdpa_quantized: bool = False
+
+
+REFERENCE = Kernels()
+FUSED = Kernels(add_rms_norm=True, rope_qkv=True, swiglu_qmv=True, sdpa_quantized=True)
