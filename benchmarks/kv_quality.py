@@ -15,7 +15,7 @@ import numpy as np
 import mlx_llama3
 from mlx_llama3.model.cache.kv_cache import KVCache
 from mlx_llama3.model.cache.quantized import QuantizedKVCache
-from mlx_llama3.model.kernels.kv_packing import RecordLayout
+from mlx_llama3.model.kernels.kv_packing import PackedLayout
 from mlx_llama3.model.transformer import Transformer
 
 import mlx.core as mx
@@ -59,7 +59,7 @@ def quantized(model: Transformer, bits: int, first: int, newest: int, block: int
     """What makes a layer's cache of this form."""
     sizes = {"FIRST": first, "NEWEST": newest, "BLOCK": block, "ROOM": first + newest + block + STEP}
     form = type("Form", (QuantizedKVCache,), sizes)
-    return lambda: form(RecordLayout(model.args.head_dim, bits), fused=model.kernels.sdpa_quantized)
+    return lambda: form(PackedLayout(model.args.head_dim, bits), fused=model.kernels.sdpa_quantized)
 
 
 def log_probabilities(model: Transformer, ids: list[int], make: Callable[[], KVCache]) -> np.ndarray:

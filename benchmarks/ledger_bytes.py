@@ -10,10 +10,10 @@ import numpy as np
 import mlx_llama3  # first: it puts a fast BLAS in place before MLX is loaded  # noqa: F401
 from benchmarks.ledger_models import WIDTHS
 from mlx_llama3.model.kernels import add_rms_norm, rope_qkv, sdpa_quantized, swiglu_qmv
-from mlx_llama3.model.kernels.kv_packing import RecordLayout, pack, unpack
+from mlx_llama3.model.kernels.kv_packing import PackedLayout, pack, unpack
 from mlx_llama3.model.kernels.metal import TYPES
 from mlx_llama3.model.layers.packed_linear import PackedLinear
-from mlx_llama3.model.layers.rope import Freqs
+from mlx_llama3.model.layers.rope import RopeTables
 from tests.metal_harness.checking.checks import check
 from tests.metal_harness.checking.proof import cached_functions
 from tests.metal_harness.emulator import Dispatch, emulated
@@ -78,7 +78,7 @@ def _rope(dtype: mx.Dtype) -> Use:
     qkv = _random((1, 1, heads * widths.head_dim), dtype, 3)
     frequencies = 500000.0 ** (-np.arange(0, widths.head_dim, 2) / widths.head_dim)
     inverse = mx.array(frequencies.astype(np.float32))
-    freqs = Freqs(mx.array(POSITION), inverse, 1.0 / inverse)
+    freqs = RopeTables(mx.array(POSITION), inverse, 1.0 / inverse)
     # A far position's angle is off by 0.004 in float32; MLX's rotation takes periods, and inverts them again.
     theirs = np.float32(POSITION) * np.array(1.0 / freqs.periods)
     call = partial(rope_qkv.fused, qkv, widths.heads, widths.kv_heads, POSITION, freqs)
@@ -115,7 +115,7 @@ def _swiglu(dtype: mx.Dtype, bits: int) -> Use:
 def _attention(dtype: mx.Dtype, bits: int, length: int) -> Use:
     """A cache of `length` positions, of which the first 32 and the newest 96 are dense."""
     widths, n_dense = WIDTHS["1B"], 128
-    layout, scale = RecordLayout(widths.head_dim, bits), widths.head_dim**-0.5
+    layout, scale = PackedLayout(widths.head_dim, bits), widths.head_dim**-0.5
     shape = (2, 1, widths.kv_heads, length, widths.head_dim)
     kv, q = _random(shape, dtype, 6), _random((1, widths.heads, 1, widths.head_dim), dtype, 7)
     dense, records = mx.contiguous(kv[:, :, :, :n_dense]), pack(kv[:, :, :, n_dense:], layout)

@@ -12,8 +12,8 @@ from mlx_llama3.checkpoint.folder import Quantization
 from mlx_llama3.checkpoint.tensor_shapes import expected_shapes
 from mlx_llama3.model.config import ModelArgs
 from mlx_llama3.parallel.pipeline import layer_bounds
-from mlx_llama3.parallel.slices import part_shape
-from mlx_llama3.parallel.tensor import check_heads, cut_of
+from mlx_llama3.parallel.slices import shard_shape
+from mlx_llama3.parallel.tensor import check_heads, shard_of
 
 GROUP = 64  # weights that share a scale and a bias of 16 bits each, as mlx-lm's models have
 GIB = 1 << 30
@@ -75,7 +75,7 @@ def cache_bytes_a_rank(args: ModelArgs, ranks: int, tokens: int) -> int:
 
 def _of_parts(plan: Plan, rank: int, ranks: int) -> int:
     shapes = expected_shapes(plan.args).items()
-    return sum(plan.nbytes(part_shape(shape, cut_of(name, plan, rank, ranks))) for name, shape in shapes)
+    return sum(plan.nbytes(shard_shape(shape, shard_of(name, plan, rank, ranks))) for name, shape in shapes)
 
 
 def _of_layers(plan: Plan, start: int, end: int, *, ends: bool) -> int:

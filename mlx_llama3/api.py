@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from mlx_llama3.autotune.choice import asked_way, use_chosen
+from mlx_llama3.autotune.choice import requested_kernels, use_chosen
 from mlx_llama3.checkpoint.folder import read_settings
 from mlx_llama3.checkpoint.loading import load_model
-from mlx_llama3.generation.speculative.draft_switch import Switch
+from mlx_llama3.generation.speculative.draft_switch import DraftSwitch
 from mlx_llama3.generation.speculative.drafters import ModelDrafter, NgramDrafter
 from mlx_llama3.generation.speculative.speculation import Speculation, check_tokens
 from mlx_llama3.generation.speculative.vocabulary_match import check_same_tokens
@@ -35,7 +35,7 @@ def load(name: str, *, dtype: mx.Dtype | None = None) -> tuple[Transformer, Toke
 
 def load_folder(folder: Path, *, dtype: mx.Dtype | None = None) -> tuple[Transformer, Tokenizer]:
     """As `load`, for a folder that is there. What is quick to find wrong fails before gigabytes are read."""
-    asked_way()
+    requested_kernels()
     read_settings(folder)  # knows best what a folder is that is no model's
     tokenizer = load_tokenizer(folder)
     return _ready(load_model(folder, dtype=dtype)), tokenizer
@@ -65,7 +65,7 @@ def load_draft(name: str, model: Transformer, tokenizer: Tokenizer, *, tokens: i
 
 def ngram_draft(tokens: int | None = None) -> Speculation:
     """As `load_draft` for "ngram"."""
-    return Speculation(NgramDrafter, tokens=6 if tokens is None else tokens, switch=Switch)
+    return Speculation(NgramDrafter, tokens=6 if tokens is None else tokens, switch=DraftSwitch)
 
 
 def load_draft_folder(
@@ -76,4 +76,4 @@ def load_draft_folder(
     read_settings(folder)
     check_same_tokens(load_tokenizer(folder), tokenizer, str(folder))
     small = _ready(load_model(folder))
-    return Speculation(lambda: ModelDrafter(small, model.args.vocab_size), tokens=tokens, switch=Switch)
+    return Speculation(lambda: ModelDrafter(small, model.args.vocab_size), tokens=tokens, switch=DraftSwitch)

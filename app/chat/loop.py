@@ -7,10 +7,10 @@ from functools import partial
 from app.chat.pipe import Plain
 from app.chat.session import Chat, Screen
 from app.chat.slash_commands import NAMES, Exit, find_command
-from app.options.draft import asked_draft
+from app.options.draft import requested_draft
 from app.options.model import OpenModel, open_model
 from app.options.options import given_settings
-from app.options.prompt_cache import adopt, asked_cache
+from app.options.prompt_cache import adopt, requested_cache
 from mlx_llama3.conversation.conversation import Conversation
 from mlx_llama3.errors import UserError
 from mlx_llama3.model.cache.settings import CacheSettings
@@ -24,7 +24,7 @@ def chat(args: argparse.Namespace, max_tokens: int) -> None:
     """
     settings = given_settings(args)
     saved = read_text(args.resume) if args.resume else None
-    draft, kept = asked_draft(args), asked_cache(args)
+    draft, kept = requested_draft(args), requested_cache(args)
     opened = open_model(args.model)
     _check_chat(opened, args.system)
     conversation = _conversation(opened, args, saved, kept)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 Screen: TypeAlias = "Plain | Terminal"
 
 
-class Stopped(Exception):
+class PrefillStopped(Exception):
     """Ctrl-C while the prompt was being read; ends the generation between two chunks."""
 
 
@@ -41,7 +41,7 @@ class Chat:
 
             def reading(done: int, total: int) -> None:
                 if stopped():
-                    raise Stopped
+                    raise PrefillStopped
                 self.screen.reading(done, total)
 
             steps = ask(on_prefill=reading)
@@ -56,7 +56,7 @@ class Chat:
                     if stopped() and reason is None:
                         steps.close()
                         reason = "stopped"
-            except Stopped:
+            except PrefillStopped:
                 reason = "stopped"
             finally:
                 self.screen.end_answer()

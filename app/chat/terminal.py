@@ -52,7 +52,7 @@ class Terminal:
             key_bindings=_key_bindings(),
             bottom_toolbar=lambda: f" {status()} ",
             style=Style([("bottom-toolbar", "noreverse fg:ansibrightblack"), ("bottom-toolbar.text", "")]),
-            output=Output.from_pty(sys.stdout, term=os.environ.get("TERM")),
+            output=TerminalOutput.from_pty(sys.stdout, term=os.environ.get("TERM")),
             color_depth=None if self._coloured else ColorDepth.DEPTH_1_BIT,
         )
         while True:
@@ -123,7 +123,7 @@ class Terminal:
         return f"{style}{text}{PLAIN}" if self._coloured else text
 
 
-class Output(Vt100_Output):
+class TerminalOutput(Vt100_Output):
     """A terminal that is never asked where its cursor is.
 
     prompt_toolkit shows no status line until the terminal has answered that, and some never do. Without the answer the

@@ -21,13 +21,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve the page until Ctrl-C, or until its window is closed. Raises `UserError`."""
-    from app.options.draft import asked_draft
+    from app.options.draft import requested_draft
     from app.ui.server import serving
     from mlx_llama3.errors import UserError
 
     if args.window and importlib.util.find_spec("webview") is None:
         raise UserError("--window needs pywebview: pip install 'mlx-llama3[window]', or leave --window out")
-    draft, kept = asked_draft(args), cache_settings(args)
+    draft, kept = requested_draft(args), cache_settings(args)
     print("Starting ...", flush=True)
     with serving(args.model, args.port, draft, kept) as address:
         print(f"mlx-llama3 is open at {address} (this machine only); Ctrl-C ends it", flush=True)

@@ -10,8 +10,8 @@ from time import perf_counter
 from typing import Any
 
 from app.console import status
-from app.generate.batch_input import Line, read_lines
-from app.generate.batch_output import Output
+from app.generate.batch_input import BatchLine, read_lines
+from app.generate.batch_output import AnswerFile
 from app.options.model import OpenModel, open_model
 from app.options.options import given_settings
 from app.options.prompt import room_for_answer
@@ -20,7 +20,7 @@ from mlx_llama3.errors import UserError
 from mlx_llama3.generation.batch import Answer, Request, generate_batch, largest_batch
 from mlx_llama3.generation.sampling import Sampling, check_bias
 from mlx_llama3.generation.stream import check_prompt
-from mlx_llama3.parallel.leader import leader
+from mlx_llama3.parallel.rank0 import this_rank0
 from mlx_llama3.system.files import check_place
 
 # Options of `generate` for one answer, which a batch has no use for.
@@ -36,7 +36,7 @@ def answer_file(args: argparse.Namespace, max_tokens: int) -> None:
     lines = read_lines(args.batch, {"max_tokens": max_tokens} | given_settings(args), args.system)
     opened = open_model(args.model)
     requests = [_request(line, opened, args) for line in lines]
-    with Output(args.out, _fingerprints(requests, opened)) as output:
+    with AnswerFile(args.out, _fingerprints(requests, opened)) as output:
         if output.done:
             status(f"{args.out} holds {output.done} of {len(lines)} answers; going on after them\n")
         _run(opened, lines, requests, output, args)
@@ -47,7 +47,7 @@ def _check_options(args: argparse.Namespace) -> None:
         value = getattr(args, name, None)
         if value is not None and value is not False and value != []:  # 0 is an answer too
             raise UserError(f"--batch does not go with --{name.replace('_', '-')}; leave one of them out")
-    if leader() is not None:
+    if this_rank0() is not None:
         raise UserError("--batch runs in one process; start it without mlx.launch")
     if str(args.out) != "-":
         check_place(args.out)
@@ -55,7 +55,7 @@ def _check_options(args: argparse.Namespace) -> None:
             raise UserError(f"--out {args.out} is the file of prompts itself; choose another name")
 
 
-def _request(line: Line, opened: OpenModel, args: argparse.Namespace) -> Request:
+def _request(line: BatchLine, opened: OpenModel, args: argparse.Namespace) -> Request:
     """What a line asks for; raises `UserError` that names the line."""
     names = {each.name for each in fields(Sampling)}
     sampling = Sampling(**{name: value for name, value in line.settings.items() if name in names})
@@ -80,7 +80,7 @@ def _fingerprints(requests: list[Request], opened: OpenModel) -> list[str]:
 
 
 def _run(
-    opened: OpenModel, lines: list[Line], requests: list[Request], output: Output, args: argparse.Namespace
+    opened: OpenModel, lines: list[BatchLine], requests: list[Request], output: AnswerFile, args: argparse.Namespace
 ) -> None:
     first = output.done
     lines, requests = lines[first:], requests[first:]
@@ -104,7 +104,7 @@ def _run(
         status(f"{len(requests)} answers, {tokens} tokens, {tokens / seconds:.1f} tokens/s, {size} at a time\n")
 
 
-def _as_object(line: Line, request: Request, answer: Answer) -> dict[str, Any]:
+def _as_object(line: BatchLine, request: Request, answer: Answer) -> dict[str, Any]:
     named = {} if line.id is None else {"id": line.id}
     return {
         "line": line.number,

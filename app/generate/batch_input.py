@@ -14,7 +14,7 @@ from mlx_llama3.tokenizer.messages import PromptError, read_messages
 KEYS = ("id", "prompt", "messages", "system")
 
 
-class Line(NamedTuple):
+class BatchLine(NamedTuple):
     """One prompt: the line's number in the file, from 1; its own id, if it has one; the chat; options of `generate`."""
 
     number: int
@@ -23,7 +23,7 @@ class Line(NamedTuple):
     settings: dict[str, Any]
 
 
-def read_lines(path: Path, defaults: Mapping[str, Any], system: str | None) -> list[Line]:
+def read_lines(path: Path, defaults: Mapping[str, Any], system: str | None) -> list[BatchLine]:
     """All lines of a file (`-`: standard input) that are not blank.
 
     A line is JSON: text, the user's message; or an object with `prompt` or `messages`, and if wanted `id`, `system` and
@@ -42,7 +42,7 @@ def read_lines(path: Path, defaults: Mapping[str, Any], system: str | None) -> l
     return lines
 
 
-def _line(number: int, text: str, where: str, defaults: Mapping[str, Any], system: str | None) -> Line:
+def _line(number: int, text: str, where: str, defaults: Mapping[str, Any], system: str | None) -> BatchLine:
     content = parse_json(text, where)
     if isinstance(content, str):
         content = {"prompt": content}
@@ -54,7 +54,7 @@ def _line(number: int, text: str, where: str, defaults: Mapping[str, Any], syste
     if isinstance(own.get("stop"), str):
         own["stop"] = [own["stop"]]
     settings = dict(defaults) | {key: value for key, value in read_settings(own, where).items() if value is not None}
-    return Line(number, content.get("id"), _messages(content, where, system), settings)
+    return BatchLine(number, content.get("id"), _messages(content, where, system), settings)
 
 
 def _messages(content: Mapping[str, Any], where: str, system: str | None) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 from mlx_llama3.errors import UserError
 
 
-class Output:
+class AnswerFile:
     """A file that answers are appended to, or standard output for `-`.
 
     requests: a fingerprint for each answer to come, in order, which stands in its line under "request".
@@ -39,7 +39,7 @@ class Output:
             self._file.close()
             raise
 
-    def __enter__(self) -> "Output":
+    def __enter__(self) -> "AnswerFile":
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:

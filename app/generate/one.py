@@ -5,11 +5,11 @@ import json
 import sys
 from typing import Any
 
-from app.options.draft import asked_draft
+from app.options.draft import requested_draft
 from app.options.model import OpenModel, open_model
 from app.options.options import given_settings
 from app.options.prompt import prompt_ids, prompt_messages, room_for_answer
-from app.options.prompt_cache import asked_cache, open_cache, reuse
+from app.options.prompt_cache import open_cache, requested_cache, reuse
 from app.stats import Meter, Stats, cache_line
 from mlx_llama3.errors import UserError
 from mlx_llama3.generation.stream import Step, generate
@@ -19,7 +19,7 @@ from mlx_llama3.model.hooks.edits import edited
 def answer(args: argparse.Namespace, max_tokens: int) -> None:
     """Answer what the options of `generate_command` ask. What can be refused without the model is refused before it."""
     settings = {"max_tokens": max_tokens} | given_settings(args) | _logprobs(args)
-    messages, draft, kept = prompt_messages(args), asked_draft(args), asked_cache(args)
+    messages, draft, kept = prompt_messages(args), requested_draft(args), requested_cache(args)
     opened = open_model(args.model)
     opened = opened._replace(model=edited(opened.model, args.scale))
     ids = prompt_ids(args, messages, opened.tokenizer)

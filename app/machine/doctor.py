@@ -8,7 +8,7 @@ from app.machine import dispatches
 from app.machine.doctor_text import lines
 from app.machine.machine import this_machine
 from app.options.model import OpenModel, open_model
-from mlx_llama3.autotune.choice import NAMES, Choice, asked_way, has_metal, use_chosen
+from mlx_llama3.autotune.choice import NAMES, KernelChoice, has_metal, requested_kernels, use_chosen
 from mlx_llama3.autotune.decisions import Decision
 from mlx_llama3.errors import UserError
 from mlx_llama3.model.cache.memory import bytes_a_token, context_bytes
@@ -24,7 +24,7 @@ from mlx.utils import tree_flatten
 def doctor(name: str | None, *, as_json: bool) -> int:
     """Look at the machine and the named model, and print; returns the exit code, 2 for a model that does not load.
 
-    name: None is the demo model, or no model if that was never fetched. Raises `UserError` as `asked_way`.
+    name: None is the demo model, or no model if that was never fetched. Raises `UserError` as `requested_kernels`.
     """
     found = examine(name or (DEMO if demo_folder().exists() else None))
     print(json.dumps(found, ensure_ascii=False, indent=1) if as_json else "\n".join(lines(found)))
@@ -33,7 +33,7 @@ def doctor(name: str | None, *, as_json: bool) -> int:
 
 def examine(name: str | None) -> dict[str, Any]:
     """Everything, as JSON has it; sizes in bytes, speeds in 10**9 bytes a second."""
-    way, machine = asked_way(), asdict(this_machine())  # before a model takes its memory
+    way, machine = requested_kernels(), asdict(this_machine())  # before a model takes its memory
     opened, error = None, None
     try:
         opened = None if name is None else open_model(name)
@@ -57,11 +57,11 @@ def examine(name: str | None) -> dict[str, Any]:
     }
 
 
-def _choice(opened: OpenModel | None) -> Choice:
+def _choice(opened: OpenModel | None) -> KernelChoice:
     if opened is not None:
         return use_chosen(opened.model)
     why = "not tried without a model" if has_metal() else "there is no Metal here"
-    return Choice(REFERENCE, {name: Decision("absent", why) for name in NAMES})
+    return KernelChoice(REFERENCE, {name: Decision("absent", why) for name in NAMES})
 
 
 def _model(opened: OpenModel) -> dict[str, Any]:

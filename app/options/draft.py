@@ -35,7 +35,7 @@ class Drafting(NamedTuple):
         return load_draft_folder(folder, opened.model, opened.tokenizer, tokens=self.tokens)
 
 
-def asked_draft(args: argparse.Namespace) -> Drafting | None:
+def requested_draft(args: argparse.Namespace) -> Drafting | None:
     """What the command line asks for. Raises `UserError` for what can be refused before a model is loaded."""
     if args.draft is None:
         if args.draft_tokens is not None:

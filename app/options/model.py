@@ -8,7 +8,7 @@ from app.console import status_while
 from convert.demo import demo_model
 from mlx_llama3.api import load_folder
 from mlx_llama3.model.transformer import Transformer
-from mlx_llama3.parallel.leader import leader
+from mlx_llama3.parallel.rank0 import this_rank0
 from mlx_llama3.system.hub import DEMO, demo_folder, resolve
 from mlx_llama3.tokenizer.tokenizer import Tokenizer
 
@@ -37,7 +37,7 @@ def find_model(name: str, on_progress: Callable[[int, int], None] | None = None)
 
 def load_found(title: str, folder: Path) -> OpenModel:
     """Load the model of a folder, or this rank's part of it. Raises `UserError` if it is broken or too large."""
-    lead = leader()
-    if lead is None:
+    rank0 = this_rank0()
+    if rank0 is None:
         return OpenModel(title, *load_folder(folder))
-    return OpenModel(title, *lead.load(DEMO if folder == demo_folder() else title, folder))
+    return OpenModel(title, *rank0.load(DEMO if folder == demo_folder() else title, folder))

@@ -39,7 +39,7 @@ def write(args: argparse.Namespace) -> None:
     held = PrefixCache(opened.model.make_cache(settings), settings)
     with _ended_at_once():
         mx.eval(prefill(opened.model, ids, held.layers, on_prefill=_reading), [layer.state for layer in held.layers])
-    held.record(ids)
+    held.set_ids(ids)
     prompt_cache.save(args.out, held, opened.model, opened.tokenizer, name=opened.name)
     print(f"{args.out}: {len(ids)} tokens, {args.out.stat().st_size / 1e6:.1f} MB")
 
@@ -69,7 +69,7 @@ def beginning(tokenizer: Tokenizer, text: str, place: str, system: str | None) -
     return prompts[0][: common_length(*prompts)]
 
 
-def asked_cache(args: argparse.Namespace) -> CacheSettings:
+def requested_cache(args: argparse.Namespace) -> CacheSettings:
     """How the options want the model to remember. Raises `UserError` for what can be refused before it is loaded."""
     if args.prompt_cache is not None:
         if getattr(args, "scale", None):

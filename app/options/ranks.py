@@ -57,11 +57,11 @@ def _launched() -> bool:
 @contextlib.contextmanager
 def _leading(args: argparse.Namespace) -> Iterator[None]:
     from mlx_llama3.errors import UserError
-    from mlx_llama3.parallel.leader import leader
+    from mlx_llama3.parallel.rank0 import this_rank0
 
-    lead = leader()
-    lead.pipeline = getattr(args, "pipeline", False)
-    with lead.world.connections.watched(0):
+    rank0 = this_rank0()
+    rank0.pipeline = getattr(args, "pipeline", False)
+    with rank0.world.connections.watched(0):
         try:
             if args.command not in SHARED:
                 raise UserError(f"{args.command} runs in one process; start it without mlx.launch")
@@ -69,18 +69,18 @@ def _leading(args: argparse.Namespace) -> Iterator[None]:
                 raise UserError("--prompt-cache needs the whole model in one process; start it without mlx.launch")
             yield
         finally:
-            lead.end()
+            rank0.end()
 
 
 def _follow() -> None:
     from app.options.model import find_model
-    from mlx_llama3.parallel.follower import follow
+    from mlx_llama3.parallel.worker import run_worker
     from mlx_llama3.parallel.world import world
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0, which perhaps only stops an answer
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     with contextlib.redirect_stdout(_nowhere()):
-        follow(world(), lambda name: find_model(name)[1])
+        run_worker(world(), lambda name: find_model(name)[1])
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from convert.conversion.plan import Step
+from convert.conversion.plan import PlanStep
 from mlx_llama3.errors import UserError
 
 import mlx.core as mx
@@ -16,16 +16,16 @@ _CHECKED_ELEMENTS = 1 << 18
 
 
 class Block(NamedTuple):
-    """Rows `start` to `stop` of a step's tensor: one array for each of `Step.entries`, and the values to be checked."""
+    """Rows `start` to `stop` of a step's tensor: an array for each of `PlanStep.entries`, and the values to check."""
 
-    step: Step
+    step: PlanStep
     start: int
     stop: int
     arrays: list[mx.array]
     checked: list[mx.array]
 
 
-def read_blocks(steps: Iterable[Step]) -> Iterator[Block]:
+def read_blocks(steps: Iterable[PlanStep]) -> Iterator[Block]:
     """Read, cast and pack tensors block by block, one block ahead: MLX computes the next while the caller writes one.
 
     UserError, naming tensor and file, if a value is NaN or infinite, or becomes so in the dtype that is asked for.
@@ -42,7 +42,7 @@ def read_blocks(steps: Iterable[Step]) -> Iterator[Block]:
         yield _finish(ahead)
 
 
-def _begin(step: Step, start: int, stop: int) -> Block:
+def _begin(step: PlanStep, start: int, stop: int) -> Block:
     """A block whose computation has begun."""
     if step.as_is:
         arrays = _packed_as_is(step, start, stop)
@@ -50,15 +50,17 @@ def _begin(step: Step, start: int, stop: int) -> Block:
     else:
         dense = step.tensor.rows(start, stop).astype(step.dtype)
         arrays = checked = [dense]
-        if how := step.quantization:
-            arrays = mx.quantize(dense, group_size=how.group_size, bits=how.bits, mode=how.mode)
+        if quantization := step.quantization:
+            arrays = mx.quantize(
+                dense, group_size=quantization.group_size, bits=quantization.bits, mode=quantization.mode
+            )
             # Scales overflow where values that are finite lie too far apart.
             checked = [dense, *(array for array in arrays if array.dtype == step.dtype)]
     mx.async_eval(arrays, checked)
     return Block(step, start, stop, arrays, checked)
 
 
-def _packed_as_is(step: Step, start: int, stop: int) -> list[mx.array]:
+def _packed_as_is(step: PlanStep, start: int, stop: int) -> list[mx.array]:
     rows = step.tensor.quantized_rows(start, stop)
     if rows.biases is None:
         return [rows.weight, rows.scales]

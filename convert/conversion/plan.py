@@ -21,7 +21,7 @@ _BLOCK_ELEMENTS = 1 << 24
 
 
 @dataclass(frozen=True)
-class Step:
+class PlanStep:
     """One tensor's way: its source, the dtype of its values (of its scales, if packed), and how it is packed.
 
     `as_is` passes rows on that the source holds packed already.
@@ -35,14 +35,14 @@ class Step:
     @property
     def entries(self) -> list[Entry]:
         """The one or three tensors that are written, in the order weight, scales, biases."""
-        shape, how = self.tensor.shape, self.quantization
-        if how is None:
+        shape, quantization = self.tensor.shape, self.quantization
+        if quantization is None:
             return [Entry(self.tensor.name, self.dtype, shape)]
         rows, columns = shape
         module = self.tensor.name.removesuffix(".weight")
-        grouped = (rows, columns // how.group_size)
-        packed = Entry(self.tensor.name, mx.uint32, (rows, columns * how.bits // 32))
-        if how.mode != "affine":
+        grouped = (rows, columns // quantization.group_size)
+        packed = Entry(self.tensor.name, mx.uint32, (rows, columns * quantization.bits // 32))
+        if quantization.mode != "affine":
             return [packed, Entry(f"{module}.scales", mx.uint8, grouped)]
         return [packed, Entry(f"{module}.scales", self.dtype, grouped), Entry(f"{module}.biases", self.dtype, grouped)]
 
@@ -57,7 +57,7 @@ class Step:
 class Plan:
     """All steps, in the order of the forward pass, and the config.json that describes the result."""
 
-    steps: Sequence[Step]
+    steps: Sequence[PlanStep]
     config: Mapping[str, Any]
 
     @property
@@ -93,12 +93,12 @@ def make_plan(
     steps = []
     for tensor in source.tensors.values():
         if recipe:
-            how = recipe.quantization(tensor.name, tensor.shape, source.args.n_layers)
+            quantization = recipe.quantization(tensor.name, tensor.shape, source.args.n_layers)
         else:
-            how = None if dequantize else tensor.quantization
-        as_is = how is not None and how == tensor.quantization
+            quantization = None if dequantize else tensor.quantization
+        as_is = quantization is not None and quantization == tensor.quantization
         # Scales that came packed keep their own type: another one would change the values.
-        steps.append(Step(tensor, own[tensor.name] if as_is and dtype is None else main, how, as_is))
+        steps.append(PlanStep(tensor, own[tensor.name] if as_is and dtype is None else main, quantization, as_is))
     return Plan(steps, _config(source, steps, main, recipe))
 
 
@@ -117,17 +117,19 @@ def _main_dtype(source: Source, own: Mapping[str, mx.Dtype]) -> mx.Dtype:
     return values.most_common(1)[0][0]
 
 
-def _config(source: Source, steps: Sequence[Step], main: mx.Dtype, recipe: Recipe | None) -> dict[str, Any]:
+def _config(source: Source, steps: Sequence[PlanStep], main: mx.Dtype, recipe: Recipe | None) -> dict[str, Any]:
     ids = {key: value for key, value in source.generation_config.items() if key.endswith("_token_id")}
     config = {**to_hf(source.args), **ids, "torch_dtype": _DTYPE_NAMES[main]}
     packed = {step.tensor.name.removesuffix(".weight"): step.quantization for step in steps if step.quantization}
     if packed:
         default = recipe.default if recipe else Counter(packed.values()).most_common(1)[0][0]
-        overrides = {module: _settings(how) for module, how in packed.items() if how != default}
+        overrides = {
+            module: _settings(quantization) for module, quantization in packed.items() if quantization != default
+        }
         # mlx-lm reads the first name; the second is the one that the hub and transformers know.
         config["quantization"] = config["quantization_config"] = {**_settings(default), **overrides}
     return config
 
 
-def _settings(how: Quantization) -> dict[str, Any]:
-    return {"group_size": how.group_size, "bits": how.bits, "mode": how.mode}
+def _settings(quantization: Quantization) -> dict[str, Any]:
+    return {"group_size": quantization.group_size, "bits": quantization.bits, "mode": quantization.mode}

@@ -3,7 +3,7 @@
 from tqdm import tqdm
 
 
-class Progress(tqdm):
+class ProgressBar(tqdm):
     """A bar on standard error, if that is a terminal and `shown` is set; counts bytes by `update`."""
 
     def __init__(self, nbytes: int, tensors: int, *, shown: bool) -> None:

@@ -47,14 +47,14 @@ def describe_packing(plan: Plan) -> str:
     """'bfloat16', or '4-bit in groups of 64 (225), bfloat16 (65)': of how many tensors each."""
     kinds: Counter[str] = Counter()
     for step in plan.steps:
-        how = step.quantization
+        quantization = step.quantization
         dtype = str(step.dtype).removeprefix("mlx.core.")
-        if how is None:
+        if quantization is None:
             kinds[dtype] += 1
-        elif how.mode == "affine":
-            kinds[f"{how.bits}-bit in groups of {how.group_size}"] += 1
+        elif quantization.mode == "affine":
+            kinds[f"{quantization.bits}-bit in groups of {quantization.group_size}"] += 1
         else:
-            kinds[how.mode] += 1
+            kinds[quantization.mode] += 1
     if len(kinds) == 1:
         return next(iter(kinds))
     return ", ".join(f"{kind} ({count})" for kind, count in kinds.most_common())

@@ -11,14 +11,14 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from convert.conversion.progress import Progress
+from convert.conversion.progress import ProgressBar
 from convert.gguf.config import ROPE_FACTORS
 from convert.gguf.dequantize import is_finite
 from convert.gguf.metadata import model_metadata, tokenizer_metadata
 from convert.gguf.quantize import TYPES, quantize, repack_q4_1
 from convert.gguf.rope_factors import rope_factors
 from convert.gguf.types import LAYOUTS
-from convert.gguf.writer import Output, file_size, write_gguf
+from convert.gguf.writer import TensorOutput, file_size, write_gguf
 from convert.lora.fuse import with_adapter
 from convert.sources.open import open_source
 from convert.sources.source import Source, SourceTensor
@@ -143,25 +143,25 @@ def write_model(
     outputs = [_output(tensor, type_name, source.args) for tensor in source.tensors.values()]
     if source.args.rope_scaling:
         factors = rope_factors(source.args)
-        outputs.append(Output(ROPE_FACTORS, factors.shape, "F32", lambda: iter([factors.view(np.uint8)])))
+        outputs.append(TensorOutput(ROPE_FACTORS, factors.shape, "F32", lambda: iter([factors.view(np.uint8)])))
     size = file_size(metadata, outputs)
     check_disk(target, size)
-    with staged_file(target, overwrite=overwrite) as file, Progress(size, len(outputs), shown=progress) as bar:
+    with staged_file(target, overwrite=overwrite) as file, ProgressBar(size, len(outputs), shown=progress) as bar:
         counted = [replace(output, blocks=partial(_counted, output, bar, n)) for n, output in enumerate(outputs, 1)]
         write_gguf(file, metadata, counted)
     return Counter(output.type for output in outputs)
 
 
-def _counted(output: Output, bar: Progress, number: int) -> Iterator[np.ndarray]:
+def _counted(output: TensorOutput, bar: ProgressBar, number: int) -> Iterator[np.ndarray]:
     bar.begin(number)
     for block in output.blocks():
         yield block
         bar.update(block.nbytes)
 
 
-def _output(tensor: SourceTensor, type_name: str, args: ModelArgs) -> Output:
+def _output(tensor: SourceTensor, type_name: str, args: ModelArgs) -> TensorOutput:
     kind = _type_of(tensor, type_name)
-    return Output(hf_to_gguf(tensor.name), tensor.shape, kind, partial(_blocks, tensor, kind, args.head_dim))
+    return TensorOutput(hf_to_gguf(tensor.name), tensor.shape, kind, partial(_blocks, tensor, kind, args.head_dim))
 
 
 def _type_of(tensor: SourceTensor, type_name: str) -> str:
@@ -187,8 +187,8 @@ def _blocks(tensor: SourceTensor, kind: str, head_dim: int) -> Iterator[np.ndarr
 
 
 def _stored(tensor: SourceTensor, kind: str, start: int, stop: int) -> np.ndarray:
-    how = tensor.quantization
-    if kind == "Q4_1" and how is not None and (how.mode, how.bits) == ("affine", 4):
+    quantization = tensor.quantization
+    if kind == "Q4_1" and quantization is not None and (quantization.mode, quantization.bits) == ("affine", 4):
         rows = tensor.quantized_rows(start, stop)
         packed = (rows.weight, rows.scales.astype(mx.float32), rows.biases.astype(mx.float32))
         repacked = repack_q4_1(*map(np.array, packed))

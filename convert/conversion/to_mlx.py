@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from convert.conversion.blocks import read_blocks
-from convert.conversion.plan import Plan, Step, make_plan
-from convert.conversion.progress import Progress
+from convert.conversion.plan import Plan, PlanStep, make_plan
+from convert.conversion.progress import ProgressBar
 from convert.conversion.recipe import Recipe
 from convert.conversion.report import Report, describe_packing, model_card
 from convert.lora.fuse import with_adapter
@@ -98,7 +98,7 @@ def _write_tensors(
 ) -> int:
     """Write all tensors; returns how many checksums of the source were verified."""
     writer = SafetensorsWriter(folder, plan.entries)
-    bar = Progress(writer.nbytes, len(plan.steps), shown=progress)
+    bar = ProgressBar(writer.nbytes, len(plan.steps), shown=progress)
     verified: set[tuple[Path, int]] = set()
     numbers = {step.tensor.name: n for n, step in enumerate(plan.steps, 1)}
     written = 0
@@ -127,7 +127,7 @@ def _small_cache() -> Iterator[None]:
         mx.set_cache_limit(before)
 
 
-def _with_checksums(steps: Sequence[Step], verified: set[tuple[Path, int]]) -> Iterator[Step]:
+def _with_checksums(steps: Sequence[PlanStep], verified: set[tuple[Path, int]]) -> Iterator[PlanStep]:
     """Yield the steps while another thread verifies the checksums of the step after, which also reads it ahead.
 
     A checksum that does not match raises before the conversion ends, so before anything appears.

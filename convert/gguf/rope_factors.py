@@ -11,7 +11,7 @@ import numpy as np
 
 from convert.gguf.reader import GGUFError
 from mlx_llama3.model.config import ModelArgs, RopeScaling
-from mlx_llama3.model.layers.rope import inverse_frequencies
+from mlx_llama3.model.layers.rope import inv_freq_of
 
 ORIGINAL_MAX_POSITION = 8192
 TOLERANCE = 1e-4
@@ -19,8 +19,8 @@ TOLERANCE = 1e-4
 
 def rope_factors(args: ModelArgs) -> np.ndarray:
     """`rope_freqs.weight` for a model: float32 (head_dim / 2,), all 1 without scaling."""
-    plain = inverse_frequencies(replace(args, rope_scaling=None))
-    return np.array(plain / inverse_frequencies(args))
+    plain = inv_freq_of(replace(args, rope_scaling=None))
+    return np.array(plain / inv_freq_of(args))
 
 
 def scaling_from_factors(factors: np.ndarray, args: ModelArgs, original: int, source: str) -> RopeScaling | None:
@@ -59,7 +59,7 @@ def _fit(factors: np.ndarray, args: ModelArgs, scaling: RopeScaling) -> RopeScal
     between = (factors > 1 + TOLERANCE) & (factors < scaling.factor * (1 - TOLERANCE))
     if np.count_nonzero(between) < 2:
         return None
-    inverse = np.array(inverse_frequencies(replace(args, rope_scaling=None)), np.float64)[between]
+    inverse = np.array(inv_freq_of(replace(args, rope_scaling=None)), np.float64)[between]
     smooth = (1 / factors[between].astype(np.float64) - 1 / scaling.factor) / (1 - 1 / scaling.factor)
     slope, at_zero = np.polyfit(inverse / (2 * math.pi), smooth, 1)
     if slope <= 0 or at_zero >= 0:

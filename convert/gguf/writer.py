@@ -15,7 +15,7 @@ _U32, _I32, _F32 = 4, 5, 6
 
 
 @dataclass(frozen=True)
-class Output:
+class TensorOutput:
     """A tensor to be written: rows-first shape, GGUF type, and stored rows, block by block, uint8 (rows, row bytes)."""
 
     name: str
@@ -30,7 +30,7 @@ class Output:
         return int(np.prod(self.shape)) // layout.values * layout.n_bytes
 
 
-def write_gguf(file: BinaryIO, metadata: Mapping[str, Any], tensors: Sequence[Output]) -> None:
+def write_gguf(file: BinaryIO, metadata: Mapping[str, Any], tensors: Sequence[TensorOutput]) -> None:
     """Write a whole file.
 
     Args:
@@ -48,7 +48,7 @@ def write_gguf(file: BinaryIO, metadata: Mapping[str, Any], tensors: Sequence[Ou
         file.write(bytes(-written % DEFAULT_ALIGNMENT))
 
 
-def file_size(metadata: Mapping[str, Any], tensors: Sequence[Output]) -> int:
+def file_size(metadata: Mapping[str, Any], tensors: Sequence[TensorOutput]) -> int:
     """Bytes that `write_gguf` will write."""
     return len(_padded(_header(metadata, tensors))) + sum(_aligned(tensor.n_bytes) for tensor in tensors)
 
@@ -61,7 +61,7 @@ def _padded(data: bytes) -> bytes:
     return data.ljust(_aligned(len(data)), b"\0")
 
 
-def _header(metadata: Mapping[str, Any], tensors: Sequence[Output]) -> bytes:
+def _header(metadata: Mapping[str, Any], tensors: Sequence[TensorOutput]) -> bytes:
     parts = [struct.pack("<4sIQQ", MAGIC, VERSION, len(tensors), len(metadata))]
     for key, value in metadata.items():
         kind, payload = _value(value)

@@ -1,6 +1,6 @@
 """LoRA adapters of PEFT and of mlx-lm: read into one table of updates, and fused into a checkpoint on the way."""
 
-from convert.lora.adapter import Update, read_adapter
+from convert.lora.adapter import LoRAUpdate, read_adapter
 from convert.lora.fuse import with_adapter
 
-__all__ = ["Update", "read_adapter", "with_adapter"]
+__all__ = ["LoRAUpdate", "read_adapter", "with_adapter"]

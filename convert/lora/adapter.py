@@ -34,7 +34,7 @@ _PEFT_INITIALIZATIONS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
 @dataclass(frozen=True)
-class Update:
+class LoRAUpdate:
     """What an adapter does to the matrix of one module, (rows, columns).
 
     `scale * left @ right` is added, with `left(start, stop)` giving (stop - start, rank) and `right()` (rank, columns),
@@ -51,7 +51,7 @@ class Update:
     shape: tuple[int, ...] = ()
 
 
-def read_adapter(folder: Path) -> dict[str, Update]:
+def read_adapter(folder: Path) -> dict[str, LoRAUpdate]:
     """Module (Hugging Face name without `.weight`) -> what the adapter does to it. Only headers are read.
 
     `folder` holds adapter_config.json with PEFT's `adapter_model.safetensors` (or `.bin`) or mlx-lm's
@@ -72,7 +72,7 @@ def _there(folder: Path, kind: str) -> bool:
     return (folder / f"adapter_model.{kind}").exists()
 
 
-def _read_peft(config: Mapping[str, Any], stored: Mapping[str, StoredTensor], path: Path) -> dict[str, Update]:
+def _read_peft(config: Mapping[str, Any], stored: Mapping[str, StoredTensor], path: Path) -> dict[str, LoRAUpdate]:
     where = path.with_name("adapter_config.json")
     if config.get("peft_type") != "LORA":
         raise UserError(f"{where}: peft_type is {config.get('peft_type')!r}; only LORA is fused")
@@ -94,7 +94,7 @@ def _read_peft(config: Mapping[str, Any], stored: Mapping[str, StoredTensor], pa
             raise UserError(f"{path}: {name[:100]!r} is neither part of a low-rank update nor a whole weight")
         if update and update.shape != tensor.shape:
             raise UserError(f"{path}: {name[:100]!r} is {tensor.shape}, its update {update.shape}; fetch it again")
-        updates[match["module"]] = replace(update or Update(shape=tensor.shape), whole=tensor)
+        updates[match["module"]] = replace(update or LoRAUpdate(shape=tensor.shape), whole=tensor)
     return updates
 
 
@@ -114,7 +114,7 @@ def _sort(
     return parts, others
 
 
-def _peft_update(module: str, parts: Mapping[str, StoredTensor], config: Mapping[str, Any], path: Path) -> Update:
+def _peft_update(module: str, parts: Mapping[str, StoredTensor], config: Mapping[str, Any], path: Path) -> LoRAUpdate:
     magnitude = parts.get("lora_magnitude_vector")
     embedding = "lora_embedding_A" in parts
     a, b = (parts.get(f"lora_{'embedding_' if embedding else ''}{side}") for side in "AB")
@@ -149,11 +149,12 @@ def _pattern(patterns: Any, module: str, default: Any, path: Path) -> float:
     return float(value)
 
 
-def _read_mlx(config: Mapping[str, Any], stored: Mapping[str, StoredTensor], path: Path) -> dict[str, Update]:
+def _read_mlx(config: Mapping[str, Any], stored: Mapping[str, StoredTensor], path: Path) -> dict[str, LoRAUpdate]:
     kind = config.get("fine_tune_type", "lora")
     if kind == "full":
         return {
-            name.removesuffix(".weight"): Update(whole=tensor, shape=tensor.shape) for name, tensor in stored.items()
+            name.removesuffix(".weight"): LoRAUpdate(whole=tensor, shape=tensor.shape)
+            for name, tensor in stored.items()
         }
     parameters = config.get("lora_parameters")
     scale = parameters.get("scale") if isinstance(parameters, Mapping) else None
@@ -165,7 +166,7 @@ def _read_mlx(config: Mapping[str, Any], stored: Mapping[str, StoredTensor], pat
     return {module: _mlx_update(module, found, float(scale), path) for module, found in parts.items()}
 
 
-def _mlx_update(module: str, parts: Mapping[str, StoredTensor], scale: float, path: Path) -> Update:
+def _mlx_update(module: str, parts: Mapping[str, StoredTensor], scale: float, path: Path) -> LoRAUpdate:
     a, b = parts.get("lora_a"), parts.get("lora_b")
     # A linear layer computes (x a) b, so its matrix gets (a b)^T; an embedding is a table, and gets a b.
     embedding = module.endswith("embed_tokens")
@@ -183,13 +184,13 @@ def _update(
     *,
     transposed: bool,
     module: str,
-) -> Update:
+) -> LoRAUpdate:
     """Both factors as (rows, rank) and (rank, columns); `transposed` says that they are stored the other way round."""
     left_shape, right_shape = (left.shape[::-1], right.shape[::-1]) if transposed else (left.shape, right.shape)
     shape = (left_shape[0], right_shape[1])
     if left_shape[1] != rank or right_shape[0] != rank or (magnitude and magnitude.shape != shape[:1]):
         raise UserError(f"{left.path}: the shapes {left.shape} and {right.shape} of {module} do not fit each other")
-    return Update(
+    return LoRAUpdate(
         rank=rank,
         scale=scale,
         left=lambda start, stop: _all(left).T[start:stop] if transposed else _float32(left, start, stop),

@@ -4,7 +4,7 @@ import dataclasses
 from functools import partial
 from pathlib import Path
 
-from convert.lora.adapter import Update, read_adapter
+from convert.lora.adapter import LoRAUpdate, read_adapter
 from convert.sources.source import QuantizedRows, Source, SourceTensor
 from convert.storage.stored_tensor import to_mlx
 from mlx_llama3.errors import UserError
@@ -40,13 +40,13 @@ def with_adapter(source: Source, folder: Path) -> Source:
     )
 
 
-def _fused(tensor: SourceTensor, update: Update, folder: Path) -> SourceTensor:
+def _fused(tensor: SourceTensor, update: LoRAUpdate, folder: Path) -> SourceTensor:
     rows = partial(_rows, tensor, update)
     packed = partial(_packed, tensor, rows) if tensor.quantized_rows else None
     return dataclasses.replace(tensor, rows=rows, quantized_rows=packed, origin=f"{tensor.origin} with {folder.name}")
 
 
-def _rows(tensor: SourceTensor, update: Update, start: int, stop: int) -> mx.array:
+def _rows(tensor: SourceTensor, update: LoRAUpdate, start: int, stop: int) -> mx.array:
     if update.whole is None:
         fused = tensor.rows(start, stop).astype(mx.float32)
     else:
@@ -61,7 +61,9 @@ def _rows(tensor: SourceTensor, update: Update, start: int, stop: int) -> mx.arr
 
 
 def _packed(tensor: SourceTensor, rows: partial[mx.array], start: int, stop: int) -> QuantizedRows:
-    how = tensor.quantization
-    dtype = tensor.quantized_rows(0, 1).scales.dtype if how.mode == "affine" else tensor.dtype
+    quantization = tensor.quantization
+    dtype = tensor.quantized_rows(0, 1).scales.dtype if quantization.mode == "affine" else tensor.dtype
     dense = rows(start, stop).astype(dtype)
-    return QuantizedRows(*mx.quantize(dense, group_size=how.group_size, bits=how.bits, mode=how.mode))
+    return QuantizedRows(
+        *mx.quantize(dense, group_size=quantization.group_size, bits=quantization.bits, mode=quantization.mode)
+    )

@@ -7,9 +7,4 @@ from convert.sources.find import find_source
 from convert.sources.open import open_source
 from convert.sources.source import Source, SourceTensor
 
-__all__ = [
-    "Source",
-    "SourceTensor",
-    "find_source",
-    "open_source",
-]
+__all__ = ["Source", "SourceTensor", "find_source", "open_source"]

@@ -8,9 +8,4 @@ from convert.storage.safetensors_writer import SafetensorsWriter
 from convert.storage.stored_tensor import StoredTensor
 from convert.storage.torch_zip import read_pth
 
-__all__ = [
-    "SafetensorsWriter",
-    "StoredTensor",
-    "read_pth",
-    "read_safetensors",
-]
+__all__ = ["SafetensorsWriter", "StoredTensor", "read_pth", "read_safetensors"]

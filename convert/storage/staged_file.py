@@ -50,8 +50,8 @@ def staged_file(target: Path, *, overwrite: bool = False) -> Iterator[BinaryIO]:
 def check_target(target: Path, *, overwrite: bool) -> None:
     """UserError if `target` exists and may not, or must not, be replaced."""
     if target.is_dir() or (target.exists() and not overwrite):
-        way_out = "give the name of a file" if target.is_dir() else "give another, or --overwrite to replace it"
-        raise UserError(f"{target}: exists already; {way_out}")
+        hint = "give the name of a file" if target.is_dir() else "give another, or --overwrite to replace it"
+        raise UserError(f"{target}: exists already; {hint}")
 
 
 def _remove_leftovers(target: Path) -> None:

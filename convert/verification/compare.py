@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from convert.conversion.plan import Step
+from convert.conversion.plan import PlanStep
 from convert.sources.source import Source, SourceTensor
 from mlx_llama3.checkpoint.folder import Quantization
 
@@ -56,11 +56,13 @@ def compare(target: Source, source: Source) -> Iterator[Comparison]:
         yield _compare(tensor, source.tensors[name])
 
 
-def packing(how: Quantization | None, dtype: mx.Dtype) -> str:
+def packing(quantization: Quantization | None, dtype: mx.Dtype) -> str:
     """'bfloat16', '4-bit, groups of 64', 'mxfp4'."""
-    if how is None:
+    if quantization is None:
         return str(dtype).removeprefix("mlx.core.")
-    return f"{how.bits}-bit, groups of {how.group_size}" if how.mode == "affine" else how.mode
+    if quantization.mode != "affine":
+        return quantization.mode
+    return f"{quantization.bits}-bit, groups of {quantization.group_size}"
 
 
 def _compare(target: SourceTensor, source: SourceTensor) -> Comparison:
@@ -70,7 +72,7 @@ def _compare(target: SourceTensor, source: SourceTensor) -> Comparison:
         measure = _packed_alike
     else:
         measure = _packed
-    rows, size = target.shape[0], Step(source, mx.float32).block_rows
+    rows, size = target.shape[0], PlanStep(source, mx.float32).block_rows
     blocks = []
     for start in range(0, rows, size):
         blocks.append(measure(target, source, start, min(start + size, rows)))
@@ -117,16 +119,16 @@ def _squares(found: mx.array, expected: mx.array) -> tuple[float, float]:
 
 def _beyond(target: SourceTensor, found: mx.array, expected: mx.array, start: int, stop: int) -> float:
     """The largest error of these rows, in units of what their packing may cost."""
-    how = target.quantization
+    quantization = target.quantization
     packed = target.quantized_rows(start, stop)
-    groups = (stop - start, -1, how.group_size)
+    groups = (stop - start, -1, quantization.group_size)
     expected = expected.astype(mx.float32).reshape(groups)
     apart = mx.abs(found.astype(mx.float32).reshape(groups) - expected).max(axis=-1)  # (rows, groups)
-    if how.mode != "affine":
+    if quantization.mode != "affine":
         largest = mx.abs(expected).max(axis=-1)
-        allowed = largest * _RELATIVE[how.mode] + (_NVFP4_FLOOR if how.mode == "nvfp4" else 0)
+        allowed = largest * _RELATIVE[quantization.mode] + (_NVFP4_FLOOR if quantization.mode == "nvfp4" else 0)
     else:
-        allowed = _affine_bound(packed.scales, packed.biases, how.bits)
+        allowed = _affine_bound(packed.scales, packed.biases, quantization.bits)
     return mx.where(apart > 0, apart / allowed, 0).max().item()
 
 

@@ -6,7 +6,7 @@ is kept for a second text.
 
 from collections.abc import Callable
 
-from convert.conversion.plan import Step
+from convert.conversion.plan import PlanStep
 from convert.sources.source import Source, SourceTensor
 from mlx_llama3.checkpoint.tensor_names import official_to_hf
 from mlx_llama3.model.layers.packed_linear import PackedLinear
@@ -45,7 +45,7 @@ def _embed(table: SourceTensor, tokens: mx.array) -> mx.array:
 
 def _whole(tensor: SourceTensor) -> mx.array:
     """A tensor in float32, read in blocks so that no second copy of it is made."""
-    size = Step(tensor, mx.float32).block_rows
+    size = PlanStep(tensor, mx.float32).block_rows
     rows = tensor.shape[0]
     blocks = [tensor.rows(at, min(at + size, rows)).astype(mx.float32) for at in range(0, rows, size)]
     mx.eval(blocks)
@@ -74,7 +74,7 @@ def _block(source: Source, layer: int) -> TransformerBlock:
 
 def _project(x: mx.array, head: SourceTensor) -> mx.array:
     """(S, dim) -> (S, vocab_size), reading the head in blocks of its rows."""
-    size, rows = Step(head, mx.float32).block_rows, head.shape[0]
+    size, rows = PlanStep(head, mx.float32).block_rows, head.shape[0]
     logits = [x @ head.rows(at, min(at + size, rows)).astype(mx.float32).T for at in range(0, rows, size)]
     mx.eval(logits)
     return mx.concatenate(logits, axis=1)

@@ -9,7 +9,7 @@ from mlx_llama3.autotune.trial import Case, matrix_form
 from mlx_llama3.model.cache.quantized import QuantizedKVCache
 from mlx_llama3.model.cache.settings import KV_BITS
 from mlx_llama3.model.kernels import add_rms_norm, rope_qkv, sdpa_quantized, swiglu_qmv
-from mlx_llama3.model.kernels.kv_packing import RecordLayout, pack
+from mlx_llama3.model.kernels.kv_packing import PackedLayout, pack
 from mlx_llama3.model.layers.packed_linear import PackedLinear
 
 import mlx.core as mx
@@ -116,7 +116,7 @@ def _sdpa_quantized(model: "Transformer") -> Iterator[Case]:
     if args.head_dim not in sdpa_quantized.HEAD_DIMS:
         return
     for bits, packed in product(KV_BITS, PACKED):
-        layout = RecordLayout(args.head_dim, bits)
+        layout = PackedLayout(args.head_dim, bits)
         kv_shape = (2, 1, args.n_kv_heads)
         records = pack(_random(model, (*kv_shape, packed, args.head_dim), 4), layout)
         dense = _random(model, (*kv_shape, QuantizedKVCache.ROOM, args.head_dim), 5)

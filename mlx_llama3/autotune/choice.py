@@ -34,19 +34,19 @@ NAMES = tuple(field.name for field in fields(Kernels))
 
 
 @dataclass(frozen=True)
-class Choice:
+class KernelChoice:
     """The kernels that serve, and of each what was found."""
 
     kernels: Kernels
     decisions: Mapping[str, Decision]
 
     @classmethod
-    def of(cls, decisions: Mapping[str, Decision]) -> "Choice":
+    def of(cls, decisions: Mapping[str, Decision]) -> "KernelChoice":
         """Those that a trial found worth using."""
         return cls(Kernels(**{name: each.state == "used" for name, each in decisions.items()}), decisions)
 
     @classmethod
-    def all_alike(cls, kernels: Kernels, reason: str) -> "Choice":
+    def all_alike(cls, kernels: Kernels, reason: str) -> "KernelChoice":
         """All kernels, or none, for the same reason."""
         state = "used" if kernels == FUSED else "absent"
         return cls(kernels, {name: Decision(state, reason) for name in NAMES})
@@ -57,7 +57,7 @@ def has_metal() -> bool:
     return mx.metal.is_available() and mx.default_device() == mx.gpu
 
 
-def asked_way() -> str:
+def requested_kernels() -> str:
     """What `MLX_LLAMA3_KERNELS` says.
 
     Raises `UserError` for a word that it does not know, and for "fused" where there is no Metal.
@@ -70,26 +70,26 @@ def asked_way() -> str:
     return way
 
 
-def use_chosen(model: "Transformer") -> Choice:
+def use_chosen(model: "Transformer") -> KernelChoice:
     """Choose the kernels of a model and have them serve it.
 
     On a Mac the first model of each shape takes about a second for it; what was found is kept (`decisions.py`).
-    Raises `UserError` as `asked_way`.
+    Raises `UserError` as `requested_kernels`.
     """
-    way = asked_way()
+    way = requested_kernels()
     if way == "reference":
-        choice = Choice.all_alike(REFERENCE, f"{VARIABLE} is reference")
+        choice = KernelChoice.all_alike(REFERENCE, f"{VARIABLE} is reference")
     elif way == "fused":
-        choice = Choice.all_alike(FUSED, f"{VARIABLE} is fused: not tried")
+        choice = KernelChoice.all_alike(FUSED, f"{VARIABLE} is fused: not tried")
     elif not has_metal():
-        choice = Choice.all_alike(REFERENCE, "there is no Metal here")
+        choice = KernelChoice.all_alike(REFERENCE, "there is no Metal here")
     else:
         choice = _tried(model)
     model.use(choice.kernels)
     return choice
 
 
-def _tried(model: "Transformer") -> Choice:
+def _tried(model: "Transformer") -> KernelChoice:
     from mlx_llama3.autotune.cases import model_cases  # here, because only a Mac needs them
     from mlx_llama3.autotune.whole_step import step_case
 
@@ -113,7 +113,7 @@ def choose(
     together: Callable[[Kernels], Case] | None = None,
     device: Device | None = None,
     timing: Timing | None = None,
-) -> Choice:
+) -> KernelChoice:
     """A decision on each kernel: the one that is kept, or else what a trial of its cases finds, which is then kept.
 
     together: makes the case of all that serve. If that one is wrong or slower, none of them does.
@@ -139,12 +139,12 @@ def choose(
 
     decisions = {kernel: decide(kernel, uses) for kernel, uses in cases.items()}
     # A quantized cache is no part of the plain step.
-    kernels = replace(Choice.of(decisions).kernels, sdpa_quantized=False)
+    kernels = replace(KernelChoice.of(decisions).kernels, sdpa_quantized=False)
     if together is not None and kernels != REFERENCE:
         whole = decide("all kernels together", [together(kernels)])
         if whole.state != "used":
             decisions |= {kernel: _spoilt(decisions[kernel], whole) for kernel in decisions if getattr(kernels, kernel)}
-    return Choice.of(decisions)
+    return KernelChoice.of(decisions)
 
 
 @contextmanager

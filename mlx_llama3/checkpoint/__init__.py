@@ -6,9 +6,4 @@ Every `mlx-community` Llama 3 folder is one, and so is what `mlx-llama3 convert`
 from mlx_llama3.checkpoint.folder import Checkpoint, CheckpointError, Quantization
 from mlx_llama3.checkpoint.loading import load_model
 
-__all__ = [
-    "Checkpoint",
-    "CheckpointError",
-    "Quantization",
-    "load_model",
-]
+__all__ = ["Checkpoint", "CheckpointError", "Quantization", "load_model"]

@@ -8,7 +8,15 @@ of its time.
 from dataclasses import dataclass
 from operator import is_
 
-from mlx_llama3.model.layers.tiled_linear import OCTAVES, TILE, SpreadLinear, joined, shares, streams, times
+from mlx_llama3.model.layers.tiled_linear import (
+    LOG2_E,
+    TILE,
+    TiledLinear,
+    cpu_streams,
+    split_ranges,
+    tiled_matmul,
+    untiled,
+)
 from mlx_llama3.model.residual import Residual
 from mlx_llama3.model.transformer import FeedForward, RMSNorm, Transformer
 
@@ -19,18 +27,21 @@ import mlx.nn as nn
 _MANY = 4096
 
 
-def spread_blocks(model: Transformer) -> None:
-    """Put these forms in the place of a model's own where its matrices are `SpreadLinear`."""
-    model.norm = BriefNorm(model.norm)
+def use_cpu_blocks(model: Transformer) -> None:
+    """Put these forms in the place of a model's own where its matrices are `TiledLinear`."""
+    model.norm = SingleTokenRMSNorm(model.norm)
     for layer in model.layers:
-        layer.attention_norm, layer.ffn_norm = BriefNorm(layer.attention_norm), BriefNorm(layer.ffn_norm)
+        layer.attention_norm, layer.ffn_norm = (
+            SingleTokenRMSNorm(layer.attention_norm),
+            SingleTokenRMSNorm(layer.ffn_norm),
+        )
         module = layer.feed_forward
-        spread = all(isinstance(matrix, SpreadLinear) for matrix in (*module.w13.parts, module.w2))
+        spread = all(isinstance(matrix, TiledLinear) for matrix in (*module.w13.parts, module.w2))
         if spread and module.w2.tiles.shape[1] % TILE == 0:  # hidden units in whole tiles
-            layer.feed_forward = SpreadFeedForward(module)
+            layer.feed_forward = TiledFeedForward(module)
 
 
-class BriefNorm(RMSNorm):
+class SingleTokenRMSNorm(RMSNorm):
     """RMSNorm, for one position in half of the operations that `mx.fast.rms_norm` takes."""
 
     def __init__(self, whole: RMSNorm) -> None:
@@ -50,7 +61,7 @@ class BriefNorm(RMSNorm):
         return x * (mx.rsqrt(mean_square) @ self["weight"][None, None])
 
 
-class SpreadFeedForward(FeedForward):
+class TiledFeedForward(FeedForward):
     """`w2(silu(w1 x) * w3 x)` with its hidden units shared out to the streams, which meet once, to add up."""
 
     def __init__(self, whole: FeedForward) -> None:
@@ -64,10 +75,10 @@ class SpreadFeedForward(FeedForward):
         shape = x.shape
         x = x.reshape(1, -1, shape[-1])
         updates = []
-        for parts, stream in zip(self._parts(), streams(), strict=False):
+        for parts, stream in zip(self._parts(), cpu_streams(), strict=False):
             with mx.stream(stream):
                 updates.append(_update(x, *parts))
-        y = joined(sum(updates[1:], updates[0]))
+        y = untiled(sum(updates[1:], updates[0]))
         if shape[-1] % TILE:
             y = y[..., : shape[-1]]
         return y.reshape(shape)
@@ -91,17 +102,17 @@ class _Hidden:
     def shared_out(cls, tiles: list[mx.array]) -> "_Hidden":
         *w13, w2 = tiles
         w1, w3 = w13 if len(w13) == 2 else mx.split(w13[0], 2)
-        parts = tuple((w1[a:b], w3[a:b], w2[:, a * TILE : b * TILE]) for a, b in shares(w1.shape[0]))
+        parts = tuple((w1[a:b], w3[a:b], w2[:, a * TILE : b * TILE]) for a, b in split_ranges(w1.shape[0]))
         mx.eval(parts)  # what is not evaluated could be used in this thread only
         return cls(tiles, parts)
 
 
 def _update(x: mx.array, w1: mx.array, w3: mx.array, w2: mx.array) -> mx.array:
-    """What one stream's hidden units add: `(1, count, dim)` -> `(n, count, 64)`, for `joined`."""
-    hidden = _silu(times(x, w1)) * times(x, w3)  # (units / 64, count, 64)
-    return times(joined(hidden), w2)
+    """What one stream's hidden units add: `(1, count, dim)` -> `(n, count, 64)`, for `untiled`."""
+    hidden = _silu(tiled_matmul(x, w1)) * tiled_matmul(x, w3)  # (units / 64, count, 64)
+    return tiled_matmul(untiled(hidden), w2)
 
 
 def _silu(gate: mx.array) -> mx.array:
     """`gate * sigmoid(gate)`. Of many numbers by a power of two, which is sooner done."""
-    return gate * mx.sigmoid(gate) if gate.size < _MANY else gate / (1 + mx.power(2.0, gate * -OCTAVES))
+    return gate * mx.sigmoid(gate) if gate.size < _MANY else gate / (1 + mx.power(2.0, gate * -LOG2_E))

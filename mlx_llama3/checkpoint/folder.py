@@ -116,9 +116,11 @@ class Checkpoint:
                 f"{self.folder}: config.json means {self.args.n_layers} layers, the files hold {len(unknown)} tensors"
             )
         for name, shape in expected_shapes(self.args).items():
-            how = self.quantization(name.removesuffix(".weight"))
-            for key, stored in _stored_shapes(name, shape, how).items():
-                self._check_tensor(key, stored, packed=how is not None and (key == name or how.mode != "affine"))
+            quantization = self.quantization(name.removesuffix(".weight"))
+            for key, stored in _stored_shapes(name, shape, quantization).items():
+                self._check_tensor(
+                    key, stored, packed=quantization is not None and (key == name or quantization.mode != "affine")
+                )
                 unknown.discard(key)
         if unknown:
             raise CheckpointError(
@@ -147,15 +149,15 @@ def _is_floating(tensor: mx.array) -> bool:
     return mx.issubdtype(tensor.dtype, mx.floating)
 
 
-def _stored_shapes(name: str, shape: tuple[int, ...], how: Quantization | None) -> dict[str, tuple[int, ...]]:
+def _stored_shapes(name: str, shape: tuple[int, ...], quantization: Quantization | None) -> dict[str, tuple[int, ...]]:
     """A dense tensor is one; a quantized one is packed words, scales and (affine) biases."""
-    if how is None:
+    if quantization is None:
         return {name: shape}
     module = name.removesuffix(".weight")
     rows, columns = shape
-    grouped = (rows, columns // how.group_size)
-    shapes = {name: (rows, columns * how.bits // 32), f"{module}.scales": grouped}
-    if how.mode == "affine":
+    grouped = (rows, columns // quantization.group_size)
+    shapes = {name: (rows, columns * quantization.bits // 32), f"{module}.scales": grouped}
+    if quantization.mode == "affine":
         shapes[f"{module}.biases"] = grouped
     return shapes
 
@@ -164,16 +166,16 @@ def read_settings(folder: Path) -> dict[str, Any]:
     """`config.json` of a model folder; raises CheckpointError that says what the folder is instead, if it has none."""
     if not folder.is_dir():
         kind = "a file, not a folder" if folder.exists() else "no such folder"
-        way_out = f"; convert it first: mlx-llama3 convert {folder} TARGET" if folder.suffix == ".gguf" else ""
-        raise CheckpointError(f"{folder}: {kind}; expected a model folder with config.json and safetensors{way_out}")
+        hint = f"; convert it first: mlx-llama3 convert {folder} TARGET" if folder.suffix == ".gguf" else ""
+        raise CheckpointError(f"{folder}: {kind}; expected a model folder with config.json and safetensors{hint}")
     if not (folder / "config.json").exists():
         convertible = (folder / "params.json").exists() or any(folder.glob("*.gguf")) or any(folder.glob("*.pth"))
-        way_out = (
+        hint = (
             f"convert it first: mlx-llama3 convert {folder} TARGET"
             if convertible
             else "name a folder that mlx-llama3 convert or mlx-lm wrote, or a Hugging Face download"
         )
-        raise CheckpointError(f"{folder}: no config.json, so this is no model folder; {way_out}")
+        raise CheckpointError(f"{folder}: no config.json, so this is no model folder; {hint}")
     return read_json(folder / "config.json")
 
 

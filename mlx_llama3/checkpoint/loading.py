@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from mlx_llama3.checkpoint.cpu_blocks import spread_blocks
+from mlx_llama3.checkpoint.cpu_blocks import use_cpu_blocks
 from mlx_llama3.checkpoint.folder import Checkpoint, Quantization
 from mlx_llama3.checkpoint.tensor_names import official_to_hf
 from mlx_llama3.model.config import ModelArgs
@@ -20,7 +20,7 @@ import mlx.nn as nn
 log = logging.getLogger(__name__)
 
 
-class Part(Protocol):
+class ModelShard(Protocol):
     """The part of a model that one of several ranks holds (`parallel.tensor`, `parallel.pipeline`)."""
 
     has_ends: bool  # the embedding, the final norm and the head
@@ -36,7 +36,7 @@ class Part(Protocol):
         """What the model needs to run with the other ranks, once its tensors are in place."""
 
 
-def load_model(folder: str | Path, *, dtype: mx.Dtype | None = None, part: Part | None = None) -> Transformer:
+def load_model(folder: str | Path, *, dtype: mx.Dtype | None = None, part: ModelShard | None = None) -> Transformer:
     """Load the weights of a model folder: checked, packed and evaluated.
 
     Args:
@@ -63,7 +63,7 @@ def load_model(folder: str | Path, *, dtype: mx.Dtype | None = None, part: Part 
         part.connect(model)
     if expand:
         cpu.expand(model, dtype)
-        spread_blocks(model)
+        use_cpu_blocks(model)
     mx.eval(model.parameters())
     return model
 
@@ -82,7 +82,7 @@ def _fits_expanded(checkpoint: Checkpoint, dtype: mx.Dtype) -> bool:
 class _Assembly:
     """Puts the tensors of a checkpoint into the modules of a `Transformer`, under Meta's names."""
 
-    def __init__(self, checkpoint: Checkpoint, dtype: mx.Dtype, part: Part | None) -> None:
+    def __init__(self, checkpoint: Checkpoint, dtype: mx.Dtype, part: ModelShard | None) -> None:
         self._checkpoint, self._dtype, self._part = checkpoint, dtype, part
 
     def model(self) -> Transformer:
@@ -116,13 +116,13 @@ class _Assembly:
         """The module of one matrix, dense or quantized; `(rows, columns)` as the file's shape says."""
         name = official_to_hf(f"{official}.weight")
         hf = name.removesuffix(".weight")
-        how = self._checkpoint.quantization(hf)
+        quantization = self._checkpoint.quantization(hf)
         weight = self._take(name)
-        if how is None:
+        if quantization is None:
             return _dense(weight, embedding)
         scales = self._take(f"{hf}.scales")
-        biases = self._take(f"{hf}.biases") if how.mode == "affine" else None
-        return _quantized(weight, scales, biases, how, embedding)
+        biases = self._take(f"{hf}.biases") if quantization.mode == "affine" else None
+        return _quantized(weight, scales, biases, quantization, embedding)
 
 
 # MLX's layers make random weights of the size they are asked for; a size of one group costs nothing, and the real
@@ -136,11 +136,11 @@ def _dense(weight: mx.array, embedding: bool) -> nn.Module:
 
 
 def _quantized(
-    weight: mx.array, scales: mx.array, biases: mx.array | None, how: Quantization, embedding: bool
+    weight: mx.array, scales: mx.array, biases: mx.array | None, quantization: Quantization, embedding: bool
 ) -> nn.Module:
     make = nn.QuantizedEmbedding if embedding else partial(nn.QuantizedLinear, bias=False)
-    width = max(how.group_size, 32)  # nvfp4 has groups of 16, but packs at least 32 columns
+    width = max(quantization.group_size, 32)  # nvfp4 has groups of 16, but packs at least 32 columns
     dims = (1, width) if embedding else (width, 1)
-    module = make(*dims, group_size=how.group_size, bits=how.bits, mode=how.mode)
+    module = make(*dims, group_size=quantization.group_size, bits=quantization.bits, mode=quantization.mode)
     module.weight, module.scales, module.biases = weight, scales, biases
     return module

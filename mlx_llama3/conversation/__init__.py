@@ -6,9 +6,4 @@ A file names the model and tokenizer it was made with by their fingerprints.
 from mlx_llama3.conversation.conversation import ContextFull, Conversation, Turn
 from mlx_llama3.conversation.saved import SavedConversation
 
-__all__ = [
-    "ContextFull",
-    "Conversation",
-    "SavedConversation",
-    "Turn",
-]
+__all__ = ["ContextFull", "Conversation", "SavedConversation", "Turn"]

@@ -181,7 +181,7 @@ class Conversation:
     def cut_cache(self, length: int) -> None:
         """Forget what the cache holds from position `length` on, so that the next answer feeds (and traces) it."""
         self._settle()
-        self._cache.cut(length)
+        self._cache.truncate(length)
 
     def to_json(self) -> str:
         """System prompt, messages and settings as the JSON text that `from_json` reads."""
@@ -287,7 +287,7 @@ class Conversation:
                 turn.text += step.text
                 yield step
         finally:
-            self._cache.record(context + tokens)
+            self._cache.set_ids(context + tokens)
             turn.reply = self._content(tokens, turn.text)
             if turn.text.strip():
                 self._turns = turns

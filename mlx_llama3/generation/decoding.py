@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Choice:
+class TokenChoice:
     """A sampled token, queued and perhaps not computed yet: `token`, and the `largest` of the logits, `(1,)` each.
 
     `logprob` `(1, 1)` and `top` (ids and log-probabilities, `(1, n)` each) if asked for; `norms` of the passes that led
@@ -30,7 +30,7 @@ class Choice:
     top: tuple[mx.array, mx.array] | None
     norms: list["PendingNorms"]
 
-    def start(self) -> "Choice":
+    def start(self) -> "TokenChoice":
         """Queue the computation and return at once."""
         mx.async_eval(self.arrays())
         return self
@@ -92,7 +92,7 @@ def decode(
     count: int,
     logprobs: int | None = None,
     capture: "NormCapture | None" = None,
-) -> Iterator[Choice]:
+) -> Iterator[TokenChoice]:
     """`count` choices, the first from `logits` `(1, vocab)`.
 
     The graph of the next one is built and queued before this one is handed out, so that the device does not wait for
@@ -108,13 +108,13 @@ def decode(
         choice = following
 
 
-def choose(logits: mx.array, sampler: Sampler, logprobs: int | None, capture: "NormCapture | None") -> Choice:
+def choose(logits: mx.array, sampler: Sampler, logprobs: int | None, capture: "NormCapture | None") -> TokenChoice:
     """The next token of logits `(1, vocab)`; `norms` are those of the passes since the last choice."""
     token, distribution = sampler(logits)
     # One NaN makes the maximum NaN, whatever token was drawn; read beside the token, it costs no wait of its own.
     largest = logits.max(axis=-1)
     norms = capture.take() if capture else []
     if logprobs is None:
-        return Choice(token, largest, None, None, norms)
+        return TokenChoice(token, largest, None, None, norms)
     logprob = mx.take_along_axis(distribution, token[:, None], axis=-1)
-    return Choice(token, largest, logprob, top_logprobs(distribution, logprobs) if logprobs else None, norms)
+    return TokenChoice(token, largest, logprob, top_logprobs(distribution, logprobs) if logprobs else None, norms)

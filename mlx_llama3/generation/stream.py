@@ -160,10 +160,10 @@ def check_context(model: Transformer, cache: Sequence[KVCache], new: int) -> Non
     attention = model.layers[0].attention  # where heads are shared out to several machines, it has those of this one
     args = replace(model.args, n_heads=attention.n_heads, n_kv_heads=attention.n_kv_heads)
     grown = layer_bytes(layer, args, model.norm.weight.dtype, end)
-    way_out = SHORTEN
+    hint = SHORTEN
     if type(layer) is KVCache:
-        way_out += ", or keep the cache in fewer bits (--kv-bits 8)"
-    check_memory(len(cache) * max(0, grown - held), f"a context of {end} tokens", way_out, available=free_memory())
+        hint += ", or keep the cache in fewer bits (--kv-bits 8)"
+    check_memory(len(cache) * max(0, grown - held), f"a context of {end} tokens", hint, available=free_memory())
 
 
 def check_counts(**counts: int) -> None:

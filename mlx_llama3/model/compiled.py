@@ -10,37 +10,37 @@ from dataclasses import replace
 from typing import Any
 
 from mlx_llama3.model.cache.kv_cache import KVCache
-from mlx_llama3.model.layers.rope import Freqs, Position
+from mlx_llama3.model.layers.rope import RopeTables, StartPos
 from mlx_llama3.model.residual import Residual
 
 import mlx.core as mx
 import mlx.nn as nn
 
-Stream = mx.array | Residual
+ResidualStream = mx.array | Residual
 
 _PACKED = ("attention.wqkv", "feed_forward.w13")
 _MATRICES = ("attention.wo", "feed_forward.w2")
 _MODULES = {"attention", "feed_forward", "attention_norm", "ffn_norm", *_PACKED, *_MATRICES}
 
 
-class Recordings:
+class CompiledBlocks:
     """The recorded blocks of a model and of all its twins, each by the block that it was made of."""
 
     def __init__(self) -> None:
-        self._blocks: dict[int, RecordedBlock] = {}
+        self._blocks: dict[int, CompiledBlock] = {}
 
     def of(self, blocks: Sequence[Any]) -> list[Any]:
         """Each block recorded, or itself where something in it may not be: a tap, or a sum over several machines."""
-        return [self._blocks.get(id(block)) or self._recorded(block) for block in blocks]
+        return [self._blocks.get(id(block)) or self._compiled(block) for block in blocks]
 
-    def _recorded(self, block: Any) -> Any:
+    def _compiled(self, block: Any) -> Any:
         if not _is_pure(block):
             return block
-        self._blocks[id(block)] = RecordedBlock(block)  # which keeps the block: so long its id is no other one's
+        self._blocks[id(block)] = CompiledBlock(block)  # which keeps the block: so long its id is no other one's
         return self._blocks[id(block)]
 
 
-class RecordedBlock:
+class CompiledBlock:
     """As the block, for passes over one position. Weights are part of the recording: it is of the block as it was."""
 
     def __init__(self, block: Any) -> None:
@@ -48,7 +48,9 @@ class RecordedBlock:
         self._plain: _Halves | None = None
         self._streams: dict[tuple[bool, bool], _Halves] = {}
 
-    def __call__(self, x: Stream, start_pos: Position, freqs: Freqs, mask: str | None, cache: KVCache) -> Stream:
+    def __call__(
+        self, x: ResidualStream, start_pos: StartPos, freqs: RopeTables, mask: str | None, cache: KVCache
+    ) -> ResidualStream:
         """`(B, 1, dim)` -> `(B, 1, dim)`."""
         if freqs.table is not None:
             return self._block(x, start_pos, freqs, mask, cache)
@@ -59,7 +61,7 @@ class RecordedBlock:
         q, kv = self._plain.before(x, freqs.offset)
         return self._plain.after(x, cache.attend(q, kv, self._scale, mask))
 
-    def _through(self, x: Residual, freqs: Freqs, mask: str | None, cache: KVCache) -> Residual:
+    def _through(self, x: Residual, freqs: RopeTables, mask: str | None, cache: KVCache) -> Residual:
         how = x.fused, x.watch is not None
         if how not in self._streams:
             self._streams[how] = _StreamHalves(self._block, freqs, *how)
@@ -74,7 +76,7 @@ class RecordedBlock:
 class _Halves:
     """The recordings of what comes before and after attention, of a stream that is an array."""
 
-    def __init__(self, block: Any, freqs: Freqs) -> None:
+    def __init__(self, block: Any, freqs: RopeTables) -> None:
         def before(x: mx.array, offset: mx.array) -> tuple[mx.array, mx.array]:
             return block.attention.project(block.attention_norm(x), offset, replace(freqs, offset=offset))
 
@@ -88,7 +90,7 @@ class _Halves:
 class _StreamHalves:
     """As `_Halves`, of a `Residual` in its parts; with what its watch is to be told, which a replay does not call."""
 
-    def __init__(self, block: Any, freqs: Freqs, fused: bool, watched: bool) -> None:
+    def __init__(self, block: Any, freqs: RopeTables, fused: bool, watched: bool) -> None:
         def opened(parts: list[mx.array]) -> tuple[Residual, list[tuple]]:
             told: list[tuple] = []
             return Residual(*parts, fused=fused, watch=(lambda *seen: told.append(seen)) if watched else None), told

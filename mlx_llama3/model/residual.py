@@ -8,7 +8,7 @@ import mlx.core as mx
 
 # Told of each add, in their order: the update and the new stream `(B, S, dim)`, and, where the kernel has found them on
 # its way, the squared norms of both, float32 `(2, B, S)`.
-Watch = Callable[[mx.array, mx.array, mx.array | None], None]
+ResidualWatch = Callable[[mx.array, mx.array, mx.array | None], None]
 
 
 def plain(stream: "mx.array | Residual") -> mx.array:
@@ -29,7 +29,7 @@ class Residual:
     """
 
     def __init__(
-        self, base: mx.array, update: mx.array | None = None, *, fused: bool = False, watch: Watch | None = None
+        self, base: mx.array, update: mx.array | None = None, *, fused: bool = False, watch: ResidualWatch | None = None
     ) -> None:
         self._base, self._update, self.fused, self.watch = base, update, fused, watch
 

@@ -5,14 +5,14 @@ B batch, S new positions, T positions so far (cache and new), with Meta's names 
 
 from mlx_llama3.model.cache.kv_cache import KVCache, check_start
 from mlx_llama3.model.cache.settings import DEFAULT, CacheSettings, make_layers
-from mlx_llama3.model.compiled import Recordings
+from mlx_llama3.model.compiled import CompiledBlocks
 from mlx_llama3.model.config import ModelArgs
 from mlx_llama3.model.kernels import rope_qkv, swiglu_qmv
 from mlx_llama3.model.kernels.kernel_set import REFERENCE, Kernels
-from mlx_llama3.model.layers.attention import attend
+from mlx_llama3.model.layers.attention import scaled_dot_product_attention
 from mlx_llama3.model.layers.packed_linear import PackedLinear
-from mlx_llama3.model.layers.rope import Freqs, Position, Rope
-from mlx_llama3.model.residual import Residual, Watch
+from mlx_llama3.model.layers.rope import Rope, RopeTables, StartPos
+from mlx_llama3.model.residual import Residual, ResidualWatch
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -45,16 +45,16 @@ class Attention(nn.Module):
         self.wo = nn.Linear(q_rows, args.dim, bias=False)
 
     def __call__(
-        self, x: mx.array, start_pos: Position, freqs: Freqs, mask: str | None, cache: KVCache | None = None
+        self, x: mx.array, start_pos: StartPos, freqs: RopeTables, mask: str | None, cache: KVCache | None = None
     ) -> mx.array:
         q, kv = self.project(x, start_pos, freqs)
         if cache is None:
-            out = attend(q, kv[0, ...], kv[1, ...], self.scale, mask)
+            out = scaled_dot_product_attention(q, kv[0, ...], kv[1, ...], self.scale, mask)
         else:
-            out = cache.attend(q, kv, self.scale, mask)
+            out = cache.scaled_dot_product_attention(q, kv, self.scale, mask)
         return self.join(out)
 
-    def project(self, x: mx.array, start_pos: Position, freqs: Freqs) -> tuple[mx.array, mx.array]:
+    def project(self, x: mx.array, start_pos: StartPos, freqs: RopeTables) -> tuple[mx.array, mx.array]:
         """`(B, S, dim)`, normed -> rotated queries `(B, n_heads, S, head_dim)`; rotated keys, and values,
         `(2, B, n_kv_heads, S, head_dim)`."""
         rotate = rope_qkv.fused if self.fused else rope_qkv.reference
@@ -95,8 +95,8 @@ class TransformerBlock(nn.Module):
     def __call__(
         self,
         x: mx.array | Residual,
-        start_pos: Position,
-        freqs: Freqs,
+        start_pos: StartPos,
+        freqs: RopeTables,
         mask: str | None,
         cache: KVCache | None = None,
     ) -> mx.array | Residual:
@@ -118,9 +118,9 @@ class Transformer(nn.Module):
             self.output = nn.Linear(args.dim, args.vocab_size, bias=False)
         self.rope = Rope(args)
         # Is told of every add to the residual stream, if set.
-        self.watch: Watch | None = None
+        self.watch: ResidualWatch | None = None
         # On a GPU the operations of a decoding pass are recorded. A CPU would have to compile what `mx.compile` makes.
-        self.records = mx.default_device() == mx.gpu
+        self.compiles = mx.default_device() == mx.gpu
         self.use(REFERENCE)
 
     def use(self, kernels: Kernels) -> None:
@@ -128,7 +128,7 @@ class Transformer(nn.Module):
 
         Recordings of passes are dropped: call it also after a weight was replaced in a model that has run.
         """
-        self.kernels, self.recordings = kernels, Recordings()
+        self.kernels, self.compiled_blocks = kernels, CompiledBlocks()
         for layer in self.layers:
             layer.attention.fused, layer.feed_forward.fused = kernels.rope_qkv, kernels.swiglu_qmv
 
@@ -164,8 +164,8 @@ class Transformer(nn.Module):
         x = self.tok_embeddings(tokens)
         if self.kernels.add_rms_norm or self.watch is not None:
             x = Residual(x, fused=self.kernels.add_rms_norm, watch=self.watch)
-        records = self.records and length == 1 and cache is not None
-        layers = self.recordings.of(self.layers) if records else self.layers
+        compiles = self.compiles and length == 1 and cache is not None
+        layers = self.compiled_blocks.of(self.layers) if compiles else self.layers
         for layer, entry in zip(layers, cache or [None] * len(layers), strict=True):
             x = layer(x, start_pos, freqs, mask, entry)
         return x

@@ -24,11 +24,11 @@ import mlx.core as mx
 import mlx.nn as nn
 
 
-class PipelinePart:
+class PipelineShard:
     """A rank's layers, for `load_model`. `make` makes the empty model."""
 
     def __init__(
-        self, world: World, make: "Callable[[ModelArgs, PipelinePart], PipelineTransformer] | None" = None
+        self, world: World, make: "Callable[[ModelArgs, PipelineShard], PipelineTransformer] | None" = None
     ) -> None:
         self.world, self._make = world, make or PipelineTransformer
         self.has_ends = world.rank == 0
@@ -66,7 +66,7 @@ class PipelineTransformer(Transformer):
     from the last one, and is the whole model's.
     """
 
-    def __init__(self, args: ModelArgs, part: PipelinePart) -> None:
+    def __init__(self, args: ModelArgs, part: PipelineShard) -> None:
         super().__init__(replace(args, n_layers=len(part.layers)))
         self._local, self.args = self.args, args
         self._world = part.world

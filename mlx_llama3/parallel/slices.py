@@ -29,7 +29,7 @@ _TYPES = {
 
 
 @dataclass(frozen=True)
-class Cut:
+class Shard:
     """Rows or columns (`axis`) of a matrix, `start` up to `end`."""
 
     axis: int
@@ -45,12 +45,12 @@ class Slice:
     offset: int  # of the tensor, in bytes
     whole: tuple[int, ...]
     stored: str
-    cut: Cut | None
+    shard: Shard | None
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the part."""
-        return part_shape(self.whole, self.cut)
+        return shard_shape(self.whole, self.shard)
 
     @property
     def dtype(self) -> mx.Dtype:
@@ -73,10 +73,10 @@ class Slice:
         part = np.empty(self.shape, bits)
         row = prod(self.whole[1:]) * part.itemsize
         with open(self.path, "rb", buffering=0) as file:
-            if self.cut is None or self.cut.axis == ROWS:
-                _read(file.fileno(), part, self.offset + (self.cut.start * row if self.cut else 0), self.path)
+            if self.shard is None or self.shard.axis == ROWS:
+                _read(file.fileno(), part, self.offset + (self.shard.start * row if self.shard else 0), self.path)
             else:
-                first = self.offset + self.cut.start * part.itemsize
+                first = self.offset + self.shard.start * part.itemsize
                 for number, piece in enumerate(part):
                     _read(file.fileno(), piece, first + number * row, self.path)
         array = mx.array(part)
@@ -84,25 +84,25 @@ class Slice:
 
 
 class SlicedCheckpoint(Checkpoint):
-    """A model folder of which only parts are read: `cuts` of dense tensors by name, None for all of one.
+    """A model folder of which only parts are read: `shards` of dense tensors by name, None for all of one.
 
-    What `cuts` does not name is left out.
+    What `shards` does not name is left out.
     """
 
-    def __init__(self, whole: Checkpoint, cuts: Mapping[str, Cut | None]) -> None:
+    def __init__(self, whole: Checkpoint, shards: Mapping[str, Shard | None]) -> None:
         self.folder, self.args, self._quantization = whole.folder, whole.args, whole._quantization
         self._dtype = whole.dtype
         shapes = expected_shapes(whole.args)
-        self._n_weights = sum(prod(part_shape(shapes[name], cut)) for name, cut in cuts.items())
+        self._n_weights = sum(prod(shard_shape(shapes[name], shard)) for name, shard in shards.items())
         stored = {name: entry for path in weight_files(whole.folder) for name, entry in _header(path).items()}
         self.weights = {}
-        for name, cut in cuts.items():
+        for name, shard in shards.items():
             module = name.removesuffix(".weight")
-            how = whole.quantization(module)
-            self.weights[name] = Slice(*stored[name], _packed(cut, how))
-            if how is not None:
+            quantization = whole.quantization(module)
+            self.weights[name] = Slice(*stored[name], _packed(shard, quantization))
+            if quantization is not None:
                 for key in {f"{module}.scales", f"{module}.biases"} & whole.weights.keys():
-                    self.weights[key] = Slice(*stored[key], _grouped(cut, how))
+                    self.weights[key] = Slice(*stored[key], _grouped(shard, quantization))
 
     @property
     def n_weights(self) -> int:
@@ -126,23 +126,23 @@ class SlicedCheckpoint(Checkpoint):
         return tensor
 
 
-def part_shape(whole: tuple[int, ...], cut: Cut | None) -> tuple[int, ...]:
+def shard_shape(whole: tuple[int, ...], shard: Shard | None) -> tuple[int, ...]:
     """Of a tensor with the shape `whole`, cut."""
-    return tuple(cut.end - cut.start if cut and axis == cut.axis else n for axis, n in enumerate(whole))
+    return tuple(shard.end - shard.start if shard and axis == shard.axis else n for axis, n in enumerate(whole))
 
 
-def _packed(cut: Cut | None, how: Quantization | None) -> Cut | None:
+def _packed(shard: Shard | None, quantization: Quantization | None) -> Shard | None:
     """Where a cut of a dense matrix runs in its packed weights, 32 bits a column."""
-    if cut is None or how is None or cut.axis == ROWS:
-        return cut
-    return Cut(COLUMNS, cut.start * how.bits // 32, cut.end * how.bits // 32)
+    if shard is None or quantization is None or shard.axis == ROWS:
+        return shard
+    return Shard(COLUMNS, shard.start * quantization.bits // 32, shard.end * quantization.bits // 32)
 
 
-def _grouped(cut: Cut | None, how: Quantization) -> Cut | None:
+def _grouped(shard: Shard | None, quantization: Quantization) -> Shard | None:
     """Where it runs in its scales or biases, one a group."""
-    if cut is None or cut.axis == ROWS:
-        return cut
-    return Cut(COLUMNS, cut.start // how.group_size, cut.end // how.group_size)
+    if shard is None or shard.axis == ROWS:
+        return shard
+    return Shard(COLUMNS, shard.start // quantization.group_size, shard.end // quantization.group_size)
 
 
 def _header(path: Path) -> dict[str, tuple[Path, int, tuple[int, ...], str]]:

@@ -16,14 +16,14 @@ from mlx_llama3.checkpoint.folder import Checkpoint, CheckpointError, Quantizati
 from mlx_llama3.checkpoint.tensor_shapes import expected_shapes
 from mlx_llama3.model.config import ModelArgs
 from mlx_llama3.model.transformer import Transformer
-from mlx_llama3.parallel.slices import COLUMNS, ROWS, Cut, SlicedCheckpoint
+from mlx_llama3.parallel.slices import COLUMNS, ROWS, Shard, SlicedCheckpoint
 from mlx_llama3.parallel.world import World
 
 import mlx.core as mx
 import mlx.nn as nn
 
 
-class TensorPart:
+class TensorShard:
     """A rank's rows and columns of every matrix, for `load_model`. `make` makes the empty model."""
 
     first_layer, has_ends = 0, True
@@ -36,7 +36,9 @@ class TensorPart:
         whole = Checkpoint(folder)
         check_heads(whole.args, self._world.size, str(folder))
         rank, size = self._world.rank, self._world.size
-        return SlicedCheckpoint(whole, {name: cut_of(name, whole, rank, size) for name in expected_shapes(whole.args)})
+        return SlicedCheckpoint(
+            whole, {name: shard_of(name, whole, rank, size) for name in expected_shapes(whole.args)}
+        )
 
     def model(self, args: ModelArgs) -> Transformer:
         """An empty model with this rank's number of heads."""
@@ -120,8 +122,8 @@ def check_heads(args: ModelArgs, size: int, name: str) -> None:
         )
 
 
-class Whole(Protocol):
-    """What `cut_of` asks of a `Checkpoint`, or of one that is only planned (`fit`)."""
+class ModelSpec(Protocol):
+    """What `shard_of` asks of a `Checkpoint`, or of one that is only planned (`fit`)."""
 
     args: ModelArgs
     folder: Any  # for errors
@@ -130,7 +132,7 @@ class Whole(Protocol):
         """How the matrix of a module (its Hugging Face name) is stored; None if dense."""
 
 
-def cut_of(name: str, whole: Whole, rank: int, size: int) -> Cut | None:
+def shard_of(name: str, whole: ModelSpec, rank: int, size: int) -> Shard | None:
     """The rows or columns that a rank holds of a tensor (its Hugging Face name); None: all of it.
 
     Raises `UserError` where groups of quantized weights would be cut.
@@ -138,14 +140,14 @@ def cut_of(name: str, whole: Whole, rank: int, size: int) -> Cut | None:
     args, module = whole.args, name.removesuffix(".weight")
     kind = module.rpartition(".")[2]
     if kind in ("embed_tokens", "lm_head"):
-        return Cut(ROWS, *even(args.vocab_size, size)[rank : rank + 2])
+        return Shard(ROWS, *even(args.vocab_size, size)[rank : rank + 2])
     if kind in ("gate_proj", "up_proj", "down_proj"):
         down = module.rpartition(".")[0] + ".down_proj"
         group = _group(whole, down)
         if args.hidden_dim // group < size:
             raise CheckpointError(f"{whole.folder}: {down} has fewer than {size} groups of {group} weights")
         start, end = (group * bound for bound in even(args.hidden_dim // group, size)[rank : rank + 2])
-        return Cut(COLUMNS if kind == "down_proj" else ROWS, start, end)
+        return Shard(COLUMNS if kind == "down_proj" else ROWS, start, end)
     if kind in ("q_proj", "k_proj", "v_proj", "o_proj"):
         heads = args.n_kv_heads if kind in ("k_proj", "v_proj") else args.n_heads
         width = heads // size * args.head_dim
@@ -154,7 +156,7 @@ def cut_of(name: str, whole: Whole, rank: int, size: int) -> Cut | None:
                 f"{whole.folder}: {module} has groups of {_group(whole, module)} weights, which {size} ranks would cut "
                 f"at {width}; start another number of them, or split the layers instead: --pipeline"
             )
-        return Cut(COLUMNS if kind == "o_proj" else ROWS, rank * width, (rank + 1) * width)
+        return Shard(COLUMNS if kind == "o_proj" else ROWS, rank * width, (rank + 1) * width)
     return None
 
 
@@ -163,7 +165,9 @@ def even(total: int, size: int) -> list[int]:
     return [total * rank // size for rank in range(size + 1)]
 
 
-def _group(whole: Whole, module: str) -> int:
+def _group(whole: ModelSpec, module: str) -> int:
     """So many columns must stay together."""
-    how = whole.quantization(module)
-    return 1 if how is None else max(how.group_size, 32)  # nvfp4: a scale for 16, but a word of packed weights a group
+    quantization = whole.quantization(module)
+    return (
+        1 if quantization is None else max(quantization.group_size, 32)
+    )  # nvfp4: a scale for 16, but a word of packed weights a group

@@ -28,7 +28,7 @@ def launched() -> bool:
     return "MLX_IBV_DEVICES" in os.environ or bool(hostfile and Path(hostfile).read_text().strip())
 
 
-def is_follower() -> bool:
+def is_worker() -> bool:
     """Whether this process is another rank than the one in front."""
     return launched() and os.environ["MLX_RANK"] != "0"
 
@@ -51,7 +51,7 @@ class World:
     """The ranks, and the collectives among them.
 
     All ranks must run the same collectives in the same order; on rank 0 that holds only while `together` is True, which
-    `Leader` sets around what it has told the others. Elsewhere a collective would wait for ever, so it is refused.
+    `Rank0` sets around what it has told the others. Elsewhere a collective would wait for ever, so it is refused.
     """
 
     def __init__(self, group: mx.distributed.Group, connections: Connections) -> None:
@@ -65,7 +65,7 @@ class World:
         self._check()
         return mx.distributed.all_sum(x, group=self._group)
 
-    def from_front(self, x: mx.array) -> mx.array:
+    def from_rank0(self, x: mx.array) -> mx.array:
         """Rank 0's `x`; the others give one of the same shape and type."""
         return self.sum(x if self.rank == 0 else mx.zeros_like(x))
 
@@ -84,8 +84,8 @@ class World:
         self._check()
         return mx.distributed.recv(shape, dtype, rank, group=self._group)
 
-    def tell(self, message: dict[str, Any]) -> None:
-        """Queue a message to the other ranks, for their `hear`; on rank 0."""
+    def broadcast(self, message: dict[str, Any]) -> None:
+        """Queue a message to the other ranks, for their `next_message`; on rank 0."""
         text = json.dumps(message, separators=(",", ":")).encode()
         data = np.zeros(max(BLOCK, LENGTH + len(text)), np.uint8)
         data[:LENGTH] = np.frombuffer(len(text).to_bytes(LENGTH, "little"), np.uint8)
@@ -93,7 +93,7 @@ class World:
         parts = [self.sum(mx.array(part)) for part in (data[:BLOCK], data[BLOCK:]) if part.size]
         mx.async_eval(parts)
 
-    def hear(self) -> dict[str, Any]:
+    def next_message(self) -> dict[str, Any]:
         """The next message of rank 0. Waits for it without using the processor, where the backend is the ring."""
         self.connections.wait()
         data = np.array(self.sum(mx.zeros(BLOCK, mx.uint8)))

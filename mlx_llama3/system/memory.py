@@ -37,13 +37,11 @@ def free_memory() -> int:
     return available_memory() + mx.get_cache_memory()
 
 
-def check_memory(needed: int, what: str, way_out: str, *, available: int | None = None) -> None:
+def check_memory(needed: int, what: str, hint: str, *, available: int | None = None) -> None:
     """Raise UserError if `needed` bytes for `what` are more than are `available`, by default `available_memory`."""
     available = available_memory() if available is None else available
     if needed > available:
-        raise UserError(
-            f"{what} needs {needed / 1e9:.1f} GB of memory, {available / 1e9:.1f} GB are available; {way_out}"
-        )
+        raise UserError(f"{what} needs {needed / 1e9:.1f} GB of memory, {available / 1e9:.1f} GB are available; {hint}")
 
 
 class Wiring:

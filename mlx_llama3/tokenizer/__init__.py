@@ -7,10 +7,4 @@ from mlx_llama3.tokenizer.detokenizer import Detokenizer
 from mlx_llama3.tokenizer.messages import Message, PromptError
 from mlx_llama3.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
-__all__ = [
-    "Detokenizer",
-    "Message",
-    "PromptError",
-    "Tokenizer",
-    "load_tokenizer",
-]
+__all__ = ["Detokenizer", "Message", "PromptError", "Tokenizer", "load_tokenizer"]

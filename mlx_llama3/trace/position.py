@@ -46,7 +46,7 @@ def look(model: Transformer, ids: Sequence[int], index: int, *, cache: list[KVCa
     if not -len(ids) <= index < len(ids):
         raise UserError(f"position {index} is not in a sequence of {len(ids)} tokens")
     index %= len(ids)
-    if cache is not None and not all(entry.complete for entry in cache):
+    if cache is not None and not all(entry.holds_all for entry in cache):
         raise UserError(f"position {index} cannot be looked at: the cache holds a window only; do without max_kv_size")
     if cache is not None and cache[0].offset >= index:
         before = [entry.prefix(index) for entry in cache]

@@ -54,7 +54,7 @@ class Trace:
         self._buffer[..., start:end] = norms
         self.norms = self._buffer[..., :end]
 
-    def cut(self, length: int) -> None:
+    def truncate(self, length: int) -> None:
         """Forget positions from `length` on, as a conversation does when it is edited."""
         self.tokens, self.pieces, self.norms = self.tokens[:length], self.pieces[:length], self.norms[..., :length]
         self.extra = {}

@@ -8,8 +8,8 @@ from tiny_models import quantized, random_weights, tiny_args, write_folder
 
 from benchmarks.parallel_fit import bytes_a_rank, cache_bytes_a_rank, known_args, largest, tables
 from mlx_llama3.errors import UserError
-from mlx_llama3.parallel.pipeline import PipelinePart
-from mlx_llama3.parallel.tensor import TensorPart
+from mlx_llama3.parallel.pipeline import PipelineShard
+from mlx_llama3.parallel.tensor import TensorShard
 
 import mlx.core as mx
 
@@ -17,7 +17,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "distributed.md"
 ARGS = tiny_args(dim=128, n_heads=8, n_kv_heads=4, head_dim=64, hidden_dim=320, vocab_size=321)
 
 
-@pytest.mark.parametrize("part", [TensorPart, PipelinePart])
+@pytest.mark.parametrize("part", [TensorShard, PipelineShard])
 @pytest.mark.parametrize("bits", [4, 8, 16])
 def test_the_bytes_are_those_of_the_parts(part: type, bits: int, tmp_path: Path):
     weights = {name: weight.astype(mx.bfloat16) for name, weight in random_weights(ARGS).items()}
@@ -27,7 +27,7 @@ def test_the_bytes_are_those_of_the_parts(part: type, bits: int, tmp_path: Path)
         settings = {"quantization": {"bits": bits, "group_size": 64}}
     folder = write_folder(tmp_path / "model", ARGS, weights, **settings)
     found = [part(SimpleNamespace(rank=rank, size=2)).checkpoint(folder).nbytes for rank in range(2)]
-    assert found == bytes_a_rank(ARGS, 2, bits, pipeline=part is PipelinePart)
+    assert found == bytes_a_rank(ARGS, 2, bits, pipeline=part is PipelineShard)
 
 
 def test_a_cache_is_two_numbers_of_16_bits_for_each_head_and_token():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mlx_llama3.model.kernels import rope_qkv
-from mlx_llama3.model.layers.rope import Freqs
+from mlx_llama3.model.layers.rope import RopeTables
 from tests.metal_harness.checking.proof import prove
 
 import mlx.core as mx
@@ -19,7 +19,7 @@ def exact(qkv, n_heads, n_kv_heads, start_pos, freqs):
     """The angles in float32, as the kernel has them; sines and products in float64."""
     B, S, _ = qkv.shape
     offset = np.broadcast_to(np.array(freqs.offset), (B,))
-    angle = (offset[:, None] + np.arange(S)).astype(np.float32)[..., None] * np.array(freqs.inverse)  # (B, S, pairs)
+    angle = (offset[:, None] + np.arange(S)).astype(np.float32)[..., None] * np.array(freqs.inv_freq)  # (B, S, pairs)
     sine, cosine = (function(angle.astype(np.float64))[:, None] for function in (np.sin, np.cos))
     heads = np.array(qkv.astype(mx.float32), np.float64).reshape(B, S, n_heads + 2 * n_kv_heads, -1)
     low, high = np.split(heads.transpose(0, 2, 1, 3), 2, axis=-1)  # (B, heads, S, pairs)
@@ -35,7 +35,7 @@ def proven(heads, head_dim, dtype, start_pos=7, batch=1, length=1):
     qkv = mx.random.normal((batch, length, width), key=mx.random.key(width)).astype(dtype)
     inverse = 500000.0 ** (-mx.arange(0, head_dim, 2, dtype=mx.float32) / head_dim)
     offset = start_pos if isinstance(start_pos, mx.array) else mx.array(start_pos)
-    freqs = Freqs(offset, inverse, 1.0 / inverse)
+    freqs = RopeTables(offset, inverse, 1.0 / inverse)
     return prove(
         *(rope_qkv.fused, exact, qkv, n_heads, n_kv_heads, start_pos, freqs),
         atol=2e-6,

@@ -8,7 +8,7 @@ from quantized_attention import attention64, inputs
 
 from mlx_llama3.model.cache.quantized import QuantizedKVCache
 from mlx_llama3.model.kernels import sdpa_quantized
-from mlx_llama3.model.kernels.kv_packing import RecordLayout, unpack
+from mlx_llama3.model.kernels.kv_packing import PackedLayout, unpack
 from tests.metal_harness.checking.mutation import unneeded_barriers
 from tests.metal_harness.checking.proof import Report, prove
 from tests.metal_harness.emulator import emulated
@@ -20,7 +20,7 @@ TOLERANCE = {mx.float32: (3e-6, 0.0), mx.float16: (1e-5, 2**-10), mx.bfloat16: (
 DTYPES = tuple(TOLERANCE)
 
 
-def proven(layout: RecordLayout, lengths: tuple[int, int], *, dtype=mx.float32, **shape: int) -> Report:
+def proven(layout: PackedLayout, lengths: tuple[int, int], *, dtype=mx.float32, **shape: int) -> Report:
     """A proof whose every input byte that is read is read by one threadgroup, and no unused one."""
     arrays = inputs(layout, lengths, dtype=dtype, **shape)
     atol, rtol = TOLERANCE[dtype]
@@ -44,7 +44,7 @@ FORMS = cycle([(64, 4, mx.float32), (128, 4, mx.float16), (64, 8, mx.bfloat16), 
 def test_every_group_of_heads(group, form):
     """1 to 16 query heads for a KV head, in all head sizes, bits and types."""
     head_dim, value_bits, dtype = form
-    report = proven(RecordLayout(head_dim, value_bits), (9, 40 + 3 * group), group=group, dtype=dtype)
+    report = proven(PackedLayout(head_dim, value_bits), (9, 40 + 3 * group), group=group, dtype=dtype)
     assert len(report.dispatches) == 1
 
 
@@ -56,7 +56,7 @@ def test_every_group_of_heads(group, form):
 def test_lengths_in_one_pass(lengths, form):
     """Dense part empty but for the new position, or alone; less than a simdgroup's share, and across all of them."""
     head_dim, value_bits, dtype = form
-    assert len(proven(RecordLayout(head_dim, value_bits), lengths, group=3, dtype=dtype).dispatches) == 1
+    assert len(proven(PackedLayout(head_dim, value_bits), lengths, group=3, dtype=dtype).dispatches) == 1
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_lengths_in_one_pass(lengths, form):
     ids=str,
 )
 def test_two_passes(head_dim, lengths, value_bits, dtype, group):
-    report = proven(RecordLayout(head_dim, value_bits), lengths, group=group, dtype=dtype)
+    report = proven(PackedLayout(head_dim, value_bits), lengths, group=group, dtype=dtype)
     _, second = report.dispatches
     parts = second.traffic["parts"]
     rows = 2 * group
@@ -86,7 +86,7 @@ def test_two_passes(head_dim, lengths, value_bits, dtype, group):
 )
 def test_drafts_and_batches(S, group, lengths, B):
     """Several new positions see each other in order; rows of a batch do not meet."""
-    proven(RecordLayout(64, 4), lengths, group=group, S=S, B=B)
+    proven(PackedLayout(64, 4), lengths, group=group, S=S, B=B)
 
 
 def test_random_shapes():
@@ -95,12 +95,12 @@ def test_random_shapes():
         S, group = int(random.integers(1, 9)), int(random.integers(1, 9))
         lengths = (int(random.integers(S, 160)), int(random.integers(0, 400)))
         B = int(random.integers(1, 3))
-        proven(RecordLayout(*form[:2]), lengths, group=group, S=S, B=B, dtype=form[2])
+        proven(PackedLayout(*form[:2]), lengths, group=group, S=S, B=B, dtype=form[2])
 
 
 def test_views_are_read_in_place():
     """Queries out of a wider projection, and a cache that is cut out of another: strides, no copies."""
-    layout, lengths = RecordLayout(64, 4), (20, 70)
+    layout, lengths = PackedLayout(64, 4), (20, 70)
     q, dense, records = inputs(layout, lengths, group=3, S=2)
     wide = mx.concatenate([q, q + 1], axis=1).transpose(0, 2, 1, 3)
     views = (
@@ -117,7 +117,7 @@ def test_views_are_read_in_place():
 @pytest.mark.parametrize("lengths", [(50, 300), (50, 1200)], ids=str)
 def test_no_further_from_float64_than_what_it_replaces(dtype, lengths):
     """The replaced: positions made dense in the model's type, then MLX's attention."""
-    layout = RecordLayout(128, 4)
+    layout = PackedLayout(128, 4)
     q, dense, records = inputs(layout, lengths, group=4, dtype=dtype)
     report = proven(layout, lengths, group=4, dtype=dtype)
     old = unpack(records[:, :, : lengths[1]], layout, dtype)
@@ -130,14 +130,14 @@ def test_no_further_from_float64_than_what_it_replaces(dtype, lengths):
 
 @pytest.mark.parametrize("lengths", [(40, 500), (40, 1500)], ids=["one pass", "two passes"])
 def test_every_barrier_is_needed(lengths):
-    report = proven(RecordLayout(64, 4), lengths, group=6)
+    report = proven(PackedLayout(64, 4), lengths, group=6)
     for one in report.dispatches:
         assert unneeded_barriers([one.dispatch]) == []
 
 
 def test_a_cache_with_the_kernel_is_the_cache_without():
     """A prompt, a draft of which a part is taken back, single positions across a block and across 1,024 positions."""
-    layout = RecordLayout(64, 4)
+    layout = PackedLayout(64, 4)
     caches = [QuantizedKVCache(layout, fused=fused) for fused in (True, False)]
     kv, q = mx.random.normal((2, 1, 2, 1100, 64)), mx.random.normal((1, 6, 1100, 64))
     with emulated() as emulation:
@@ -159,7 +159,7 @@ def test_a_cache_with_the_kernel_is_the_cache_without():
 
 def test_large_scores_do_not_overflow():
     """Scores of some thousands, where an exponential without the largest score taken off would be infinite."""
-    layout, lengths = RecordLayout(64, 8), (30, 100)
+    layout, lengths = PackedLayout(64, 8), (30, 100)
     q, dense, records = inputs(layout, lengths)
     report = prove(sdpa_quantized.fused, sdpa_quantized.reference, q, dense, records, lengths, 100.0, layout, atol=1e-3)
     assert np.isfinite(np.array(report.outputs[0])).all()

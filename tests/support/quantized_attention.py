@@ -2,13 +2,13 @@
 
 import numpy as np
 
-from mlx_llama3.model.kernels.kv_packing import RecordLayout, pack, unpack
+from mlx_llama3.model.kernels.kv_packing import PackedLayout, pack, unpack
 
 import mlx.core as mx
 
 
 def inputs(
-    layout: RecordLayout, lengths: tuple[int, int], *, group: int = 2, S: int = 1, B: int = 1, dtype=mx.float32
+    layout: PackedLayout, lengths: tuple[int, int], *, group: int = 2, S: int = 1, B: int = 1, dtype=mx.float32
 ) -> tuple[mx.array, mx.array, mx.array]:
     """Queries, dense part and records for 2 KV heads, with NaN and garbage past their used lengths."""
     keys = mx.random.split(mx.random.key(lengths[1] + group), 3)
@@ -21,7 +21,7 @@ def inputs(
 
 
 def attention64(
-    q: mx.array, dense: mx.array, records: mx.array, lengths: tuple[int, int], scale: float, layout: RecordLayout
+    q: mx.array, dense: mx.array, records: mx.array, lengths: tuple[int, int], scale: float, layout: PackedLayout
 ) -> np.ndarray:
     """Float64 attention to the positions in their order: packed ones, then dense ones."""
     unpacked = [each[:, :, : lengths[1]] for each in unpack(records, layout, mx.float32)]

@@ -17,8 +17,8 @@ from mlx_llama3.model.cache.kv_cache import KVCache
 from mlx_llama3.model.cache.settings import CacheSettings
 from mlx_llama3.model.hooks.edits import Scale, edited
 from mlx_llama3.model.transformer import Transformer
-from mlx_llama3.parallel.follower import follow
-from mlx_llama3.parallel.leader import leader
+from mlx_llama3.parallel.rank0 import this_rank0
+from mlx_llama3.parallel.worker import run_worker
 from mlx_llama3.parallel.world import world
 from mlx_llama3.trace.attention import attention_from
 from mlx_llama3.trace.neurons import neurons
@@ -137,18 +137,18 @@ def main() -> None:
         print(json.dumps([run(load_model(folder)) for folder in folders]))
         return
     if world().rank:
-        follow(world(), Path)
+        run_worker(world(), Path)
         if scenario == "memory":
             found = {"peak": mx.get_peak_memory(), "read": read_bytes() - BEFORE}
             Path(os.environ["FOLLOWER_REPORT"]).write_text(json.dumps(found))
         return
-    lead = leader()
-    lead.pipeline = how == "pipeline"
-    with lead.world.connections.watched(0):
+    rank0 = this_rank0()
+    rank0.pipeline = how == "pipeline"
+    with rank0.world.connections.watched(0):
         try:
-            found = [run(lead.load_model("", Path(folder))) for folder in folders]
+            found = [run(rank0.load_model("", Path(folder))) for folder in folders]
         finally:
-            lead.end()
+            rank0.end()
     print(json.dumps(found))
 
 

@@ -16,7 +16,7 @@ class _Place:
     def trim(self, count: int) -> None:
         self.offset -= count
 
-    def reach(self, length: int) -> int:
+    def trimmable_to(self, length: int) -> int:
         return min(length, self.offset)
 
 

@@ -12,7 +12,7 @@ from app.ui.heat_map import heat_map as heat
 from app.ui.html import gauge, notice
 from app.ui.panels import settings as settings_panel
 from app.ui.panels.settings import SettingsPanel
-from app.ui.session.answering import Progress, answer
+from app.ui.session.answering import AnswerProgress, answer
 from app.ui.session.failures import explained
 from app.ui.session.services import Services
 from app.ui.session.session import Asked, Session
@@ -143,7 +143,7 @@ class _Chat:
         """Take the last message back into the composer."""
         session = self.idle(session_id)
         text = self.services.engine.run(session.conversation.undo)
-        session.trace.cut(session.conversation.used)
+        session.trace.truncate(session.conversation.used)
         return (*self._rest(session, text), _gauge(session), self.services.next_change())
 
     def answer(self, session_id: str, *settings: Any) -> Iterator[tuple[Any, ...]]:
@@ -153,7 +153,7 @@ class _Chat:
         if asked is None:
             return
         try:
-            progress = Progress(reason="stopped")
+            progress = AnswerProgress(reason="stopped")
             if not asked.stop.is_set():
                 self.services.engine.run(settings_panel.apply, session.conversation, *settings)
                 page = _Page()
@@ -162,7 +162,7 @@ class _Chat:
                 session.save()
             yield self._ended(session, asked, progress)
         except Exception as error:  # whatever it was, the app goes on; `explained` tells and logs it
-            yield self._ended(session, asked, Progress(reason="failed"), explained(error))
+            yield self._ended(session, asked, AnswerProgress(reason="failed"), explained(error))
         finally:
             session.done(asked)
 
@@ -183,7 +183,7 @@ class _Chat:
         session.asked = asked
         return asked.shown, "", notice("Waiting for the model …"), gr.update(visible=False), gr.update(visible=True)
 
-    def _running(self, session: Session, asked: Asked, progress: Progress, page: "_Page") -> tuple[Any, ...]:
+    def _running(self, session: Session, asked: Asked, progress: AnswerProgress, page: "_Page") -> tuple[Any, ...]:
         """An update while the answer comes; notes in `page` what the browser then has."""
         shown, said, norms, conversation = gr.skip(), "", gr.skip(), session.conversation
         if progress.text and page.text_is_due(progress.text):
@@ -198,7 +198,7 @@ class _Chat:
         filled = gauge(session.trace.norms.shape[-1], conversation.capacity, progress.speed, _drafts(session))
         return shown, gr.skip(), said, gr.skip(), gr.skip(), filled, norms, gr.skip()
 
-    def _ended(self, session: Session, asked: Asked, progress: Progress, failure: str = "") -> tuple[Any, ...]:
+    def _ended(self, session: Session, asked: Asked, progress: AnswerProgress, failure: str = "") -> tuple[Any, ...]:
         text = gr.skip() if progress.text.strip() else asked.text or gr.skip()
         said = notice(failure, "error") if failure else notice(_end(session, asked, progress))
         chatbot, composer, _, send, stop = self._rest(session, text)
@@ -218,7 +218,7 @@ def _drafts(session: Session) -> str:
     return f"{draft.acceptance:.0%} of {draft.proposed} drafted tokens were right" if draft and draft.proposed else ""
 
 
-def _end(session: Session, asked: Asked, progress: Progress) -> str:
+def _end(session: Session, asked: Asked, progress: AnswerProgress) -> str:
     """Why the answer ended, where that needs a word."""
     dropped = session.conversation.dropped
     said = f"The oldest {dropped} messages were left out to make room. " if dropped else ""

@@ -10,7 +10,7 @@ import gradio as gr
 from app.ui.html import notice, progress_bar, size
 from app.ui.panels import model_list as catalogue
 from app.ui.panels.models import ModelsPanel
-from app.ui.panels.progress import Cancelled, Watch, follow
+from app.ui.panels.progress import Cancelled, Progress, follow
 from app.ui.session.failures import explained
 from app.ui.session.mlx_thread import Engine
 from convert.conversion.recipe import make_recipe
@@ -65,11 +65,11 @@ class Converter:
     """One conversion at a time, on a thread of its own, so that the chat goes on."""
 
     engine: Engine = field(default_factory=Engine)
-    watch: Watch = field(default_factory=Watch)
+    watch: Progress = field(default_factory=Progress)
 
     def run(self, source: str, name: str, bits: str) -> Iterator[tuple[Any, ...]]:
         """Convert; yields values for start, cancel, status, the model chooser and its status line."""
-        self.watch = watch = Watch()
+        self.watch = watch = Progress()
         busy, idle = (_enabled(False), _enabled(True)), (_enabled(True), _enabled(False))
         try:
             target = _target(source, name)
@@ -105,7 +105,7 @@ def connect(panel: ConvertPanel, converter: Converter, models: ModelsPanel) -> N
     panel.cancel.click(converter.cancel, None, [panel.status], queue=False, show_progress="hidden")
 
 
-def _convert(source: str, target: Path, bits: str, watch: Watch) -> Any:
+def _convert(source: str, target: Path, bits: str, watch: Progress) -> Any:
     recipe = make_recipe(**({"recipe": bits} if bits.startswith("mixed") else {"quantize": bits or None}))
     return convert(find_source(source, watch), target, recipe=recipe, progress=False, on_progress=watch)
 

@@ -14,7 +14,7 @@ from app.options.model import OpenModel, find_model, load_found
 from app.ui.html import notice, progress_bar, size
 from app.ui.panels import model_list as catalogue
 from app.ui.panels.conversations import RECALL, Conversations
-from app.ui.panels.progress import Watch, follow
+from app.ui.panels.progress import Progress, follow
 from app.ui.session.failures import explained
 from app.ui.session.mlx_thread import Engine
 from app.ui.session.services import Services
@@ -53,8 +53,8 @@ def build(first: str) -> ModelsPanel:
 
 
 # For the chooser and the status line: what is yielded while a model is loaded, and what is returned at the end.
-Update = tuple[Any, str]
-Loading = Generator[Update, None, Update]
+Row = tuple[Any, str]
+Loading = Generator[Row, None, Row]
 
 
 class Loader:
@@ -111,16 +111,16 @@ class Loader:
         kind = "warning" if self._undrafted else "info"  # a warning is not cut off, however long it is
         return notice(f"loaded · {size(mx.get_active_memory())} of memory{self._undrafted}", kind)
 
-    def _fetch(self, name: str) -> Iterator[Update]:
+    def _fetch(self, name: str) -> Iterator[Row]:
         """Find the model, downloading it if need be; returns its title and folder."""
-        watch = Watch()
+        watch = Progress()
         finding = self._fetcher.submit(find_model, name, watch)
         for _ in follow(finding):
             part = f": {size(watch.done)} of {size(watch.total)}" if watch.total else " …"
             yield gr.skip(), progress_bar(f"Fetching {name}{part}", watch.share)
         return finding.result()
 
-    def _read(self, title: str, folder: Path) -> Iterator[Update]:
+    def _read(self, title: str, folder: Path) -> Iterator[Row]:
         """Load the model from its folder, and give it to all sessions."""
         engine, sessions = self._services.engine, self._services.sessions
         wanted, _ = engine.run(catalogue.needs, folder)
@@ -137,7 +137,7 @@ class Loader:
         draft = yield from self._read_draft(loading.result())
         engine.run(sessions.open_model, loading.result(), draft)
 
-    def _read_draft(self, opened: OpenModel) -> Iterator[Update]:
+    def _read_draft(self, opened: OpenModel) -> Iterator[Row]:
         """What drafts for a model; returns None, and notes why, where it cannot: the model is of use without."""
         self._undrafted = ""
         if self._draft is None:

@@ -10,7 +10,7 @@ class Cancelled(Exception):
     """The person cancelled the work; raised inside it, where it reports its progress."""
 
 
-class Watch:
+class Progress:
     """What the work calls with (done, total), and what the page reads. `cancel` ends the work at its next call."""
 
     def __init__(self) -> None:

@@ -12,12 +12,12 @@ from app.ui.session.session import Asked, Session
 _PAUSE = 1 / 12
 
 
-class Stopped(Exception):
+class AnswerStopped(Exception):
     """The person pressed Stop while the prompt was being read; ends the generation between two chunks."""
 
 
 @dataclass
-class Progress:
+class AnswerProgress:
     """What of an answer is there: its `text`, the prompt's tokens `read` of `to_read`, the speed in tokens a second.
 
     reason: None while it runs; at the end "stop", "length" or "stopped".
@@ -31,17 +31,17 @@ class Progress:
     reason: str | None = None
 
 
-def answer(engine: Engine, session: Session, asked: Asked) -> Iterator[Progress]:
+def answer(engine: Engine, session: Session, asked: Asked) -> Iterator[AnswerProgress]:
     """Answer what was asked, until `asked.stop` is set. The same object is yielded again and again.
 
     If the consumer leaves (a closed tab), the generation stops too. Raises what the generation raises.
     """
-    progress, meter = Progress(), Meter()
+    progress, meter = AnswerProgress(), Meter()
 
     def watch(done: int, total: int) -> None:
         progress.read, progress.to_read = done, total
         if asked.stop.is_set():
-            raise Stopped
+            raise AnswerStopped
 
     stream = engine.stream(session.answer, asked, on_prefill=watch, stop=asked.stop)
     reason, shown, seen = "stopped", 0.0, (0, 0)
@@ -57,7 +57,7 @@ def answer(engine: Engine, session: Session, asked: Asked) -> Iterator[Progress]
             if not stream.ended and now - shown >= _PAUSE and there != seen:
                 shown, seen = now, there
                 yield progress
-    except Stopped:
+    except AnswerStopped:
         reason = "stopped"
     finally:
         asked.stop.set()

@@ -107,7 +107,7 @@ class Session:
 
     def _begin(self, opened: OpenModel, conversation: Conversation) -> None:
         self.opened, self.model_name, self.conversation = opened, opened.name, conversation
-        conversation.draft = self.draft and self.draft.twin()
+        conversation.draft = self.draft and self.draft.copy()
         self.edits, self.selected = [], None
         self.trace = self._empty_trace()
 
@@ -187,7 +187,7 @@ class Session:
                 if tokens is None:
                     prompt = self.conversation.prompt_ids
                     tokens = prompt[len(prompt) - self.conversation.fed :]
-                    self.trace.cut(len(prompt) - len(tokens))
+                    self.trace.truncate(len(prompt) - len(tokens))
                     self.trace.settings = self.settings()
                 self.trace.extend(tokens, [self.piece(token) for token in tokens], step.norms)
                 tokens = [step.token]

@@ -16,7 +16,7 @@ MODEL, ROPE_QKV, SWIGLU = "model/transformer.py", "model/kernels/rope_qkv.py", "
 
 
 @dataclass(frozen=True)
-class Line:
+class SourceLine:
     """One statement or expression as it stands in `file`, from line `number` on."""
 
     number: int
@@ -36,12 +36,12 @@ class Card:
     symbol: str
     group: str
     says: str
-    find: Callable[["Source"], list[Line]]
+    find: Callable[["SourceFile"], list[SourceLine]]
     shape: Callable[[ModelArgs], tuple[str | int, ...]]
     weight: str = ""
 
 
-class Source:
+class SourceFile:
     """A file of `mlx_llama3`, parsed. A function that belongs to no class has the owner ""."""
 
     def __init__(self, text: str, file: str = MODEL) -> None:
@@ -55,7 +55,7 @@ class Source:
             if isinstance(function, ast.FunctionDef)
         }
 
-    def assigned(self, owner: str, method: str, name: str) -> list[Line]:
+    def assigned(self, owner: str, method: str, name: str) -> list[SourceLine]:
         """Every statement of a method that assigns `name`."""
         found = [
             node
@@ -64,7 +64,7 @@ class Source:
         ]
         return self._lines(found, f"{owner}.{method} assigns {name}")
 
-    def call(self, owner: str, method: str, attribute: str) -> list[Line]:
+    def call(self, owner: str, method: str, attribute: str) -> list[SourceLine]:
         """The call of `self.<attribute>` in a method."""
         found = [
             node
@@ -73,7 +73,7 @@ class Source:
         ]
         return self._lines(found[:1], f"{owner}.{method} calls self.{attribute}")
 
-    def argument(self, owner: str, method: str, attribute: str) -> list[Line]:
+    def argument(self, owner: str, method: str, attribute: str) -> list[SourceLine]:
         """What is handed to `self.<attribute>` in a method."""
         found = [
             node.args[0]
@@ -82,7 +82,7 @@ class Source:
         ]
         return self._lines(found[:1], f"{owner}.{method} hands something to self.{attribute}")
 
-    def returned(self, owner: str, method: str) -> list[Line]:
+    def returned(self, owner: str, method: str) -> list[SourceLine]:
         """The return statements of a method."""
         found = [node for node in self._nodes(owner, method) if isinstance(node, ast.Return)]
         return self._lines(found, f"{owner}.{method} returns")
@@ -94,10 +94,10 @@ class Source:
             key=lambda node: (node.lineno, node.col_offset),
         )
 
-    def _lines(self, nodes: list, what: str) -> list[Line]:
+    def _lines(self, nodes: list, what: str) -> list[SourceLine]:
         if not nodes:
             raise LookupError(f"{self._file}: nothing found where {what}")
-        return [Line(node.lineno, ast.get_source_segment(self._text, node) or "", self._file) for node in nodes]
+        return [SourceLine(node.lineno, ast.get_source_segment(self._text, node) or "", self._file) for node in nodes]
 
 
 def _names(targets: list[ast.expr]) -> Iterator[ast.Name]:
@@ -106,9 +106,9 @@ def _names(targets: list[ast.expr]) -> Iterator[ast.Name]:
 
 
 @cache
-def source(file: str = MODEL) -> Source:
+def source(file: str = MODEL) -> SourceFile:
     """A file of the model's source as installed."""
-    return Source(files("mlx_llama3").joinpath(file).read_text(encoding="utf-8"), file)
+    return SourceFile(files("mlx_llama3").joinpath(file).read_text(encoding="utf-8"), file)
 
 
 def _stream(args: ModelArgs) -> tuple[str | int, ...]:
@@ -135,7 +135,7 @@ _BLOCK, _ATTENTION, _MLP, _MODEL = "TransformerBlock", "Attention", "FeedForward
 _CALL, _PROJECT, _REFERENCE = "__call__", "project", "reference"
 
 
-def _rotation(name: str) -> list[Line]:
+def _rotation(name: str) -> list[SourceLine]:
     """Where the packed projection becomes queries, keys or values."""
     return source(ROPE_QKV).assigned("", _REFERENCE, name)
 

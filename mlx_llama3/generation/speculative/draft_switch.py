@@ -6,7 +6,7 @@ from statistics import mean, median
 from time import perf_counter
 
 
-class Switch:
+class DraftSwitch:
     """On while drafts give more tokens a second than the same run gives without them.
 
     The rule. Two things are timed, from one result to the next: passes over one position, and passes over a draft. A

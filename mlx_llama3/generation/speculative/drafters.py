@@ -99,7 +99,7 @@ class ModelDrafter:
 
     def begin(self, ids: Sequence[int], *, chunk: int = 512, on_chunk: Callable[[], None] = lambda: None) -> None:
         """As in `Drafter`."""
-        self._held.record(self._ids)
+        self._held.set_ids(self._ids)
         self._ids, self._chunk, self._guessed = [], chunk, 0
         self._take(ids)
         new = self._held.reuse(self._ids)

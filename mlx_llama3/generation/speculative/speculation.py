@@ -20,9 +20,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from mlx_llama3.errors import UserError
-from mlx_llama3.generation.decoding import Choice, choose
+from mlx_llama3.generation.decoding import TokenChoice, choose
 from mlx_llama3.generation.sampling import Sampler
-from mlx_llama3.generation.speculative.draft_switch import Switch
+from mlx_llama3.generation.speculative.draft_switch import DraftSwitch
 from mlx_llama3.generation.speculative.drafters import Drafter
 from mlx_llama3.model.cache.kv_cache import KVCache
 from mlx_llama3.model.transformer import Transformer
@@ -47,14 +47,14 @@ class Speculation:
     """
 
     def __init__(
-        self, drafter: Callable[[], Drafter], *, tokens: int = 4, switch: Callable[[], Switch] | None = None
+        self, drafter: Callable[[], Drafter], *, tokens: int = 4, switch: Callable[[], DraftSwitch] | None = None
     ) -> None:
         self.tokens = check_tokens(tokens)
         self._parts = drafter, switch
         self._drafter, self._switch = drafter(), switch and switch()
         self._clear()
 
-    def twin(self) -> "Speculation":
+    def copy(self) -> "Speculation":
         """The same for another stream; a draft model is shared, not its cache."""
         drafter, switch = self._parts
         return Speculation(drafter, tokens=self.tokens, switch=switch)
@@ -94,7 +94,7 @@ class Speculation:
         count: int,
         logprobs: int | None = None,
         capture: "NormCapture | None" = None,
-    ) -> Iterator[Choice]:
+    ) -> Iterator[TokenChoice]:
         """`count` choices as `decoding.decode` makes them, in fewer passes; `begin` comes before.
 
         Where nothing is drafted, two passes are in flight as there. Where something is, the next draft and its pass are
@@ -161,7 +161,7 @@ class _Pass:
     states of the sampler after each.
     """
 
-    choices: list[Choice]
+    choices: list[TokenChoice]
     draft: mx.array | None = None
     samplers: Sequence[Sampler] = ()
 
@@ -195,7 +195,7 @@ class _Passes:
     def after(self, token: int, speculation: Speculation, most: int) -> _Pass:
         """A pass over a token that is known and, if `most` is not 0, a draft of so many more at most."""
         known = mx.array([token], dtype=mx.uint32)
-        most = min(most, self._cache[0].steady - 1)
+        most = min(most, self._cache[0].max_draft - 1)
         return self._over_draft(known, speculation.propose(most, self._sampler)) if most > 0 else self.plain(known)
 
     def read(self, done: _Pass) -> tuple[list[int], int]:

@@ -2,7 +2,7 @@
 
 import copy
 
-from mlx_llama3.model.layers.attention import attend
+from mlx_llama3.model.layers.attention import scaled_dot_product_attention
 
 import mlx.core as mx
 
@@ -36,7 +36,7 @@ class KVCache:
             `(B, n_heads, S, head_dim)`.
         """
         keys, values = self.update_and_fetch(kv)
-        return attend(q, keys, values, scale, mask)
+        return scaled_dot_product_attention(q, keys, values, scale, mask)
 
     def update_and_fetch(self, kv: mx.array) -> tuple[mx.array, mx.array]:
         """Append `(2, B, n_kv_heads, S, head_dim)`; return all keys and values so far, as `fetch` does."""
@@ -72,16 +72,16 @@ class KVCache:
         return self.offset
 
     @property
-    def steady(self) -> int:
+    def max_draft(self) -> int:
         """New positions that one pass may bring, each seeing of the past what it would see in a pass of its own."""
         return MANY
 
     @property
-    def complete(self) -> bool:
+    def holds_all(self) -> bool:
         """Whether every position so far is held; a cache with a window loses some."""
         return True
 
-    def reach(self, length: int) -> int:
+    def trimmable_to(self, length: int) -> int:
         """The most positions, at most `length`, that `trim` can go back to."""
         return min(length, self.offset)
 
@@ -98,11 +98,11 @@ class KVCache:
 
         It shares the buffers until one of the two is written to, which copies them.
         """
-        twin = copy.copy(self)
+        copied = copy.copy(self)
         if self._kv is not None:
-            twin._kv = self._kv[...]  # an array of its own over the same buffer: `a[...] = b` changes what `a` is
-        twin.trim(self.offset - count)
-        return twin
+            copied._kv = self._kv[...]  # an array of its own over the same buffer: `a[...] = b` changes what `a` is
+        copied.trim(self.offset - count)
+        return copied
 
     @property
     def state(self) -> list[mx.array]:

@@ -27,25 +27,25 @@ class PrefixCache:
 
         The last id is always among them: its logits are what comes next.
         """
-        self.cut(common_length(self.ids, ids[:-1]))
+        self.truncate(common_length(self.ids, ids[:-1]))
         return list(ids[len(self.ids) :])
 
-    def record(self, ids: Sequence[int]) -> None:
+    def set_ids(self, ids: Sequence[int]) -> None:
         """Note after a generation that the cache holds the start of `ids`, and forget what was fed beyond them.
 
         A generation that was stopped has perhaps fed a token that nobody saw, or fed not all of `ids`. The layers may
         disagree if it was interrupted inside a step; the shortest counts.
         """
         self.ids = list(ids)
-        self.cut(min(len(ids), *(layer.offset for layer in self.layers)))
+        self.truncate(min(len(ids), *(layer.offset for layer in self.layers)))
 
-    def cut(self, length: int) -> None:
+    def truncate(self, length: int) -> None:
         """Forget all from position `length` on, and what a cache with a window cannot keep without it.
 
         Nothing, if the cache is shorter.
         """
         length = min(length, len(self.ids))
-        while (reached := min(layer.reach(length) for layer in self.layers)) < length:
+        while (reached := min(layer.trimmable_to(length) for layer in self.layers)) < length:
             length = reached
         self.ids = self.ids[:length]
         for layer in self.layers:

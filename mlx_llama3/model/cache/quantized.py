@@ -31,8 +31,8 @@ import copy
 
 from mlx_llama3.model.cache.kv_cache import KVCache
 from mlx_llama3.model.kernels import sdpa_quantized
-from mlx_llama3.model.kernels.kv_packing import RecordLayout, pack, unpack
-from mlx_llama3.model.layers.attention import attend
+from mlx_llama3.model.kernels.kv_packing import PackedLayout, pack, unpack
+from mlx_llama3.model.layers.attention import scaled_dot_product_attention
 
 import mlx.core as mx
 
@@ -43,7 +43,7 @@ class QuantizedKVCache(KVCache):
     A chunk of a prompt attends to itself as it is, and is packed afterwards; of the past, one layer at a time is made
     dense for it. So a prompt takes no more memory than with a plain cache.
 
-    A draft does not reach to where the next block is packed (`steady`): so decoding with drafts packs at the same
+    A draft does not reach to where the next block is packed (`max_draft`): so decoding with drafts packs at the same
     positions as without.
 
     What belongs together is set together, at the end: Ctrl-C in the middle of a pass leaves what was there before it.
@@ -55,7 +55,7 @@ class QuantizedKVCache(KVCache):
     FEW = 8  # new positions, as a draft has them, that attend to the records without making them dense
     ROOM = FIRST + NEWEST + BLOCK + FEW
 
-    def __init__(self, layout: RecordLayout, *, fused: bool = False) -> None:
+    def __init__(self, layout: PackedLayout, *, fused: bool = False) -> None:
         self.offset = 0
         self._layout = layout
         self._sdpa = sdpa_quantized.fused if fused else sdpa_quantized.reference
@@ -76,7 +76,7 @@ class QuantizedKVCache(KVCache):
         if self.offset:
             keys, values = (mx.concatenate(pair, axis=2) for pair in zip(self.fetch(), (keys, values), strict=True))
         self._extend(kv)
-        return attend(q, keys, values, scale, mask)
+        return scaled_dot_product_attention(q, keys, values, scale, mask)
 
     def update_and_fetch(self, kv: mx.array) -> tuple[mx.array, mx.array]:
         """Append `(2, B, n_kv_heads, S, head_dim)`; return all keys and values so far, as `fetch` does."""
@@ -118,11 +118,11 @@ class QuantizedKVCache(KVCache):
 
     def prefix(self, count: int) -> "QuantizedKVCache":
         """A cache of the first `count` positions, to go on from without changing this one, as `KVCache.prefix`."""
-        twin = copy.copy(self)
+        copied = copy.copy(self)
         if self._dense is not None:
-            twin._dense, twin._records = self._dense[...], self._records[...]
-        twin.trim(self.offset - count)
-        return twin
+            copied._dense, copied._records = self._dense[...], self._records[...]
+        copied.trim(self.offset - count)
+        return copied
 
     @property
     def state(self) -> list[mx.array]:
@@ -130,8 +130,8 @@ class QuantizedKVCache(KVCache):
         return [] if self._dense is None else [self._dense, self._records]
 
     @property
-    def steady(self) -> int:
-        """As `KVCache.steady`: short of where the next block is packed, which may not hold what is trimmed again."""
+    def max_draft(self) -> int:
+        """As `KVCache.max_draft`: short of where the next block is packed, which may not hold what is trimmed again."""
         return max(1, self._full - 1 - self._n_dense)
 
     @property

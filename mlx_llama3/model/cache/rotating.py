@@ -6,7 +6,7 @@ prompt was cut into chunks.
 """
 
 from mlx_llama3.model.cache.kv_cache import KVCache
-from mlx_llama3.model.layers.attention import attend
+from mlx_llama3.model.layers.attention import scaled_dot_product_attention
 
 import mlx.core as mx
 
@@ -54,7 +54,7 @@ class RotatingKVCache(KVCache):
     """As `KVCache`, but for the `window.max_size` positions that a `Window` lets a query see.
 
     `offset` counts all positions so far. Exact: a pass gives what full attention with the window's mask gives, whatever
-    the chunks. `trim` goes back by up to `Window.SLACK` positions, or to the kept ones; `reach` tells.
+    the chunks. `trim` goes back by up to `Window.SLACK` positions, or to the kept ones; `trimmable_to` tells.
     """
 
     def __init__(self, window: Window) -> None:
@@ -63,7 +63,7 @@ class RotatingKVCache(KVCache):
         self._low = window.keep  # of the positions past the kept ones, the first that is still there
 
     @property
-    def complete(self) -> bool:
+    def holds_all(self) -> bool:
         """Whether every position so far is held, so that `fetch` is in their order."""
         return self._low == self.window.keep
 
@@ -82,7 +82,7 @@ class RotatingKVCache(KVCache):
             keys, values = held[0, ...], held[1, ...]  # an index alone would copy
             self._write(kv)
         seen = self.window.mask(start, length)
-        return attend(q, keys, values, scale, seen)
+        return scaled_dot_product_attention(q, keys, values, scale, seen)
 
     def update_and_fetch(self, kv: mx.array) -> tuple[mx.array, mx.array]:
         """Append `(2, B, n_kv_heads, S, head_dim)`; return what is held, as `fetch` does."""
@@ -90,20 +90,20 @@ class RotatingKVCache(KVCache):
         return self.fetch()
 
     def fetch(self) -> tuple[mx.array, mx.array]:
-        """Keys and values that are held, `(B, n_kv_heads, slots, head_dim)` each; in order only while `complete`."""
+        """Keys and values that are held, `(B, n_kv_heads, slots, head_dim)` each; in order only while `holds_all`."""
         held = self._held()
         return held[0, ...], held[1, ...]
 
-    def reach(self, length: int) -> int:
-        """As `KVCache.reach`: past the slack only the kept positions can be gone back to."""
+    def trimmable_to(self, length: int) -> int:
+        """As `KVCache.trimmable_to`: past the slack only the kept positions can be gone back to."""
         length = min(length, self.offset)
         oldest = max(self.window.keep, length - self.window.last + 1)
         return length if oldest >= self._low else min(length, self.window.keep)
 
     def trim(self, count: int) -> None:
-        """Forget the last `count` positions. Raises ValueError where `reach` does not go so far back."""
+        """Forget the last `count` positions. Raises ValueError where `trimmable_to` does not go so far back."""
         super().trim(count)
-        if self.reach(self.offset) != self.offset:
+        if self.trimmable_to(self.offset) != self.offset:
             self.offset += count
             raise ValueError(f"cannot trim {count} positions: of those before them too many have left the window")
         if self.offset <= self.window.keep:

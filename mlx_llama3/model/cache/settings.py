@@ -7,7 +7,7 @@ from mlx_llama3.model.cache.kv_cache import KVCache
 from mlx_llama3.model.cache.quantized import QuantizedKVCache
 from mlx_llama3.model.cache.rotating import RotatingKVCache, Window
 from mlx_llama3.model.config import ModelArgs
-from mlx_llama3.model.kernels.kv_packing import KEY_GROUP, RecordLayout
+from mlx_llama3.model.kernels.kv_packing import KEY_GROUP, PackedLayout
 
 KV_BITS = (4, 8)
 
@@ -60,6 +60,6 @@ def make_layers(settings: CacheSettings, args: ModelArgs, *, fused: bool = False
                 f"a cache in fewer bits needs heads of a multiple of {KEY_GROUP}, and this model's have "
                 f"{args.head_dim}; leave it as it is"
             )
-        layout = RecordLayout(args.head_dim, settings.kv_bits)
+        layout = PackedLayout(args.head_dim, settings.kv_bits)
         return [QuantizedKVCache(layout, fused=fused) for _ in range(args.n_layers)]
     return [KVCache() for _ in range(args.n_layers)]

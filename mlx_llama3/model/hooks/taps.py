@@ -45,11 +45,13 @@ def tapped(model: Transformer, hook: Hook, *, names: tuple[str, ...] = NAMES, la
     because the stream goes past the norm that reads it.
     """
     chosen = range(len(model.layers)) if layers is None else set(layers)
-    twin = copy.copy(model)
+    copied = copy.copy(model)
     # What a hook sees are arrays: the add and the norm apart.
-    twin.kernels = replace(model.kernels, add_rms_norm=False)
-    twin.layers = [_tap_block(block, i, hook, names) if i in chosen else block for i, block in enumerate(model.layers)]
-    return twin
+    copied.kernels = replace(model.kernels, add_rms_norm=False)
+    copied.layers = [
+        _tap_block(block, i, hook, names) if i in chosen else block for i, block in enumerate(model.layers)
+    ]
+    return copied
 
 
 def _seen(hook: Callable[[mx.array], mx.array], x: mx.array | Residual) -> mx.array | Residual:
@@ -71,9 +73,9 @@ def _tap_block(block: TransformerBlock, layer: int, hook: Hook, names: tuple[str
 
 def _replace(module: Any, name: str, make: Callable[[Any], Any]) -> Any:
     """A copy of `module` whose part `name` is `make(part)`; inside the taps that already stand around it."""
-    twin = copy.copy(module)
+    copied = copy.copy(module)
     if isinstance(module, Tap):
-        twin.module = _replace(module.module, name, make)
+        copied.module = _replace(module.module, name, make)
     else:
-        setattr(twin, name, make(getattr(module, name)))
-    return twin
+        setattr(copied, name, make(getattr(module, name)))
+    return copied

@@ -15,7 +15,7 @@ KEY_GROUP = 64  # numbers that share a scale and a bias
 
 
 @dataclass(frozen=True)
-class RecordLayout:
+class PackedLayout:
     """Where everything stands in a record. Numbers are packed as `mx.quantize` packs them, the first one lowest.
 
     A group's word is its scale (lower half) and its bias, both float16. Values of 4 bits have groups of 32: that is one
@@ -117,14 +117,14 @@ class Packed:
         return pairs[..., ::2], pairs[..., 1::2]
 
 
-def pack(kv: mx.array, layout: RecordLayout) -> mx.array:
+def pack(kv: mx.array, layout: PackedLayout) -> mx.array:
     """Keys and values `(2, B, n_kv_heads, N, head_dim)` -> records, uint32 `(B, n_kv_heads, N, words)`."""
     keys, key_pairs = _quantized(kv[0, ...], KEY_GROUP, KEY_BITS)
     values, value_pairs = _quantized(kv[1, ...], layout.value_group, layout.value_bits)
     return mx.concatenate([keys, values, key_pairs, value_pairs], axis=-1)
 
 
-def unpack(records: mx.array, layout: RecordLayout, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
+def unpack(records: mx.array, layout: PackedLayout, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
     """Records `(B, n_kv_heads, N, words)` -> keys and values, `(B, n_kv_heads, N, head_dim)` each."""
     return layout.keys(records).unpacked(dtype), layout.values(records).unpacked(dtype)
 

@@ -4,7 +4,7 @@ from functools import cache
 from typing import Any
 
 from mlx_llama3.model.kernels.metal import TYPES, completed, title
-from mlx_llama3.model.layers.rope import Freqs, Position, rotate
+from mlx_llama3.model.layers.rope import RopeTables, StartPos, rotate
 
 import mlx.core as mx
 
@@ -48,7 +48,7 @@ SOURCE = """
 
 
 def reference(
-    qkv: mx.array, n_heads: int, n_kv_heads: int, start_pos: Position, freqs: Freqs
+    qkv: mx.array, n_heads: int, n_kv_heads: int, start_pos: StartPos, freqs: RopeTables
 ) -> tuple[mx.array, mx.array]:
     """`(B, S, (n_heads + 2 n_kv_heads) * head_dim)`, rows of wq, wk, wv -> rotated q `(B, n_heads, S, head_dim)`, and
     rotated keys and values together, `(2, B, n_kv_heads, S, head_dim)`."""
@@ -60,18 +60,20 @@ def reference(
     return q, mx.stack([k, v])
 
 
-def takes(qkv: mx.array, n_heads: int, n_kv_heads: int, start_pos: Position, freqs: Freqs) -> bool:
+def takes(qkv: mx.array, n_heads: int, n_kv_heads: int, start_pos: StartPos, freqs: RopeTables) -> bool:
     """Types and sizes of the kernel: any of Llama's, with positions that are one number or one a sequence."""
-    width = 2 * freqs.inverse.size
+    width = 2 * freqs.inv_freq.size
     return (
         qkv.dtype in TYPES
-        and freqs.inverse.dtype == mx.float32
+        and freqs.inv_freq.dtype == mx.float32
         and qkv.shape[2] == (n_heads + 2 * n_kv_heads) * width
         and freqs.offset.shape in ((), (qkv.shape[0],))
     )
 
 
-def fused(qkv: mx.array, n_heads: int, n_kv_heads: int, start_pos: Position, freqs: Freqs) -> tuple[mx.array, mx.array]:
+def fused(
+    qkv: mx.array, n_heads: int, n_kv_heads: int, start_pos: StartPos, freqs: RopeTables
+) -> tuple[mx.array, mx.array]:
     """As `reference`, in one kernel, which makes the angles itself, in float32; what it does not take goes there.
 
     Grid: pairs of a head, groups of 4 heads, B * S. Threadgroup: 256 threads at most. Each byte of `qkv` is read once
@@ -80,12 +82,12 @@ def fused(qkv: mx.array, n_heads: int, n_kv_heads: int, start_pos: Position, fre
     if not takes(qkv, n_heads, n_kv_heads, start_pos, freqs):
         return reference(qkv, n_heads, n_kv_heads, start_pos, freqs)
     B, S, _ = qkv.shape
-    pairs = freqs.inverse.size
+    pairs = freqs.inv_freq.size
     groups = -(-(n_heads + 2 * n_kv_heads) // HEADS_A_THREAD)
     kernel = _kernel(mx.fast.metal_kernel, qkv.dtype, pairs, n_heads, n_kv_heads, freqs.offset.ndim)
     return tuple(
         kernel(
-            inputs=[qkv, freqs.inverse, freqs.offset],
+            inputs=[qkv, freqs.inv_freq, freqs.offset],
             grid=(pairs, groups, B * S),
             threadgroup=(pairs, max(1, min(groups, THREADS // pairs)), 1),
             output_shapes=[(B, n_heads, S, 2 * pairs), (2, B, n_kv_heads, S, 2 * pairs)],

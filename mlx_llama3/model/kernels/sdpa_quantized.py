@@ -7,7 +7,7 @@ import math
 from functools import cache, lru_cache
 from typing import Any
 
-from mlx_llama3.model.kernels.kv_packing import RecordLayout
+from mlx_llama3.model.kernels.kv_packing import PackedLayout
 from mlx_llama3.model.kernels.metal import TYPES, completed, title
 from mlx_llama3.model.kernels.sdpa_quantized_metal import ATTEND, REDUCE, STORE_OUTPUT, STORE_PART
 
@@ -31,7 +31,7 @@ BLOCKS = (8, 64)  # at least and at most
 
 
 def reference(
-    q: mx.array, dense: mx.array, records: mx.array, lengths: tuple[int, int], scale: float, layout: RecordLayout
+    q: mx.array, dense: mx.array, records: mx.array, lengths: tuple[int, int], scale: float, layout: PackedLayout
 ) -> mx.array:
     """Softmax attention of the newest S positions to all so far, causal among themselves.
 
@@ -63,7 +63,7 @@ def reference(
     return out.reshape(q.shape).astype(q.dtype)
 
 
-def takes(q: mx.array, dense: mx.array, records: mx.array, layout: RecordLayout) -> bool:
+def takes(q: mx.array, dense: mx.array, records: mx.array, layout: PackedLayout) -> bool:
     """Heads of 64 and 128, up to 16 query heads for a KV head, and 48 rows (heads and new positions) of queries."""
     _, n_heads, S, head_dim = q.shape
     group, rest = divmod(n_heads, records.shape[1])
@@ -79,7 +79,7 @@ def takes(q: mx.array, dense: mx.array, records: mx.array, layout: RecordLayout)
 
 
 def fused(
-    q: mx.array, dense: mx.array, records: mx.array, lengths: tuple[int, int], scale: float, layout: RecordLayout
+    q: mx.array, dense: mx.array, records: mx.array, lengths: tuple[int, int], scale: float, layout: PackedLayout
 ) -> mx.array:
     """As `reference`, in one kernel, from 1024 positions on in two; what it does not take goes there.
 
@@ -142,7 +142,7 @@ def _as_array(lengths: tuple[int, int]) -> mx.array:
 
 @cache
 def _attend(
-    make: Any, dtype: mx.Dtype, group: int, positions: int, layout: RecordLayout, scale: float, is_split: bool
+    make: Any, dtype: mx.Dtype, group: int, positions: int, layout: PackedLayout, scale: float, is_split: bool
 ) -> Any:
     rows = group * positions
     constants = {

@@ -3,16 +3,16 @@
 Some have a second form for MLX's CPU backend, which computes the same and uses all cores.
 """
 
-from mlx_llama3.model.layers.attention import attend
+from mlx_llama3.model.layers.attention import scaled_dot_product_attention
 from mlx_llama3.model.layers.packed_linear import PackedLinear
-from mlx_llama3.model.layers.rope import Rope, inverse_frequencies
-from mlx_llama3.model.layers.tiled_linear import SpreadEmbedding, SpreadLinear
+from mlx_llama3.model.layers.rope import Rope, inv_freq_of
+from mlx_llama3.model.layers.tiled_linear import TiledEmbedding, TiledLinear
 
 __all__ = [
     "PackedLinear",
     "Rope",
-    "SpreadEmbedding",
-    "SpreadLinear",
-    "attend",
-    "inverse_frequencies",
+    "TiledEmbedding",
+    "TiledLinear",
+    "inv_freq_of",
+    "scaled_dot_product_attention",
 ]

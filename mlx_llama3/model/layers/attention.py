@@ -7,7 +7,7 @@ exact.
 
 import math
 
-from mlx_llama3.model.layers.tiled_linear import OCTAVES, shares, streams
+from mlx_llama3.model.layers.tiled_linear import LOG2_E, cpu_streams, split_ranges
 
 import mlx.core as mx
 
@@ -21,7 +21,9 @@ _SCORES = 1 << 27
 _LEAST_CHUNK = 32
 
 
-def attend(q: mx.array, keys: mx.array, values: mx.array, scale: float, mask: str | mx.array | None) -> mx.array:
+def scaled_dot_product_attention(
+    q: mx.array, keys: mx.array, values: mx.array, scale: float, mask: str | mx.array | None
+) -> mx.array:
     """`mx.fast.scaled_dot_product_attention`; on the CPU in float32 by shorter ways.
 
     Args:
@@ -51,12 +53,12 @@ def _of_many(q: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.
     """Causal attention by blocks of queries, which the streams take in turns; each sees the keys before its end."""
     B, n_kv_heads, T, head_dim = keys.shape
     S = q.shape[2]
-    grouped = (q * (scale * OCTAVES)).reshape(B, n_kv_heads, -1, S, head_dim)
+    grouped = (q * (scale * LOG2_E)).reshape(B, n_kv_heads, -1, S, head_dim)
     parts = []
     for number, start in enumerate(range(0, S, _ROWS)):
         end = min(S, start + _ROWS)
         seen = T - S + end
-        with mx.stream(streams()[number % len(streams())]):
+        with mx.stream(cpu_streams()[number % len(cpu_streams())]):
             parts.append(_block(grouped[..., start:end, :], keys[:, :, :seen], values[:, :, :seen]))
     return mx.concatenate(parts, axis=3).reshape(q.shape)
 
@@ -76,12 +78,12 @@ def _of_one(q: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.a
     """Attention of one position to all keys, its heads shared out to the streams."""
     B, n_kv_heads, T, head_dim = keys.shape
     octaves = q.shape[1] * T >= _MANY_SCORES
-    scaled = q * (scale * OCTAVES if octaves else scale)
+    scaled = q * (scale * LOG2_E if octaves else scale)
     grouped = scaled.reshape(B, n_kv_heads, -1, head_dim)  # the heads that share keys are rows of one product
     if T < _SHARED:
         return _heads(grouped, keys, values, octaves).reshape(q.shape)
     parts = []
-    for (a, b), stream in zip(shares(n_kv_heads), streams(), strict=False):
+    for (a, b), stream in zip(split_ranges(n_kv_heads), cpu_streams(), strict=False):
         with mx.stream(stream):
             parts.append(_heads(grouped[:, a:b], keys[:, a:b], values[:, a:b], octaves))
     return mx.concatenate(parts, axis=1).reshape(q.shape)

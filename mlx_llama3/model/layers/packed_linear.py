@@ -1,6 +1,6 @@
 """Matrix products: several matrices that read the same input, packed into one."""
 
-from mlx_llama3.model.layers.tiled_linear import SpreadLinear
+from mlx_llama3.model.layers.tiled_linear import TiledLinear
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -40,7 +40,7 @@ class PackedLinear(nn.Module):
 
 def row(matrix: nn.Module, index: int) -> mx.array:
     """One row `(in,)` of a matrix, dense or quantized, a `Linear` or an `Embedding`."""
-    if isinstance(matrix, SpreadLinear):
+    if isinstance(matrix, TiledLinear):
         return matrix.row(index)
     if not isinstance(matrix, nn.QuantizedLinear | nn.QuantizedEmbedding):
         return matrix.weight[index]

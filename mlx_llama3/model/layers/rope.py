@@ -12,11 +12,11 @@ from mlx_llama3.model.config import ModelArgs, RopeScaling
 import mlx.core as mx
 
 # Where a pass begins: one position for all sequences, or `(B,)` int32, one for each.
-Position = int | mx.array
+StartPos = int | mx.array
 
 
 @dataclass(frozen=True)
-class Freqs:
+class RopeTables:
     """By what angles the positions of one pass turn.
 
     offset: position of the first token, int32 `()`, or `(B,)` where each sequence has its own. An array, so that what
@@ -29,42 +29,42 @@ class Freqs:
     """
 
     offset: mx.array
-    inverse: mx.array
+    inv_freq: mx.array
     periods: mx.array
     table: tuple[mx.array, mx.array] | None = None
-    turn: mx.array | None = None
+    rotation_matrix: mx.array | None = None
 
 
-def inverse_frequencies(args: ModelArgs) -> mx.array:
+def inv_freq_of(args: ModelArgs) -> mx.array:
     """Angle per position of each pair, radians: float32 `(head_dim / 2,)`.
 
     Source: Meta `models/llama3/model.py`, `precompute_freqs_cis` and `apply_scaling`; float32 as there.
     """
     exponents = mx.arange(0, args.head_dim, 2, dtype=mx.float32) / args.head_dim
-    inverse = 1.0 / args.rope_theta**exponents
-    return inverse if args.rope_scaling is None else _scale(inverse, args.rope_scaling)
+    inv_freq = 1.0 / args.rope_theta**exponents
+    return inv_freq if args.rope_scaling is None else _scale(inv_freq, args.rope_scaling)
 
 
-def _scale(inverse: mx.array, scaling: RopeScaling) -> mx.array:
-    wavelength = 2 * math.pi / inverse
+def _scale(inv_freq: mx.array, scaling: RopeScaling) -> mx.array:
+    wavelength = 2 * math.pi / inv_freq
     # 0 for wavelengths that are stretched wholly, 1 for those that are kept, linear in the frequency between.
     smooth = (scaling.original_max_position / wavelength - scaling.low_freq_factor) / (
         scaling.high_freq_factor - scaling.low_freq_factor
     )
     smooth = mx.clip(smooth, 0, 1)
-    return (1 - smooth) * inverse / scaling.factor + smooth * inverse
+    return (1 - smooth) * inv_freq / scaling.factor + smooth * inv_freq
 
 
 class Rope:
     """The rotation of one forward pass: made once, applied to the queries and keys of every layer."""
 
     def __init__(self, args: ModelArgs) -> None:
-        self._inverse = inverse_frequencies(args)
+        self._inv_freq = inv_freq_of(args)
         # What mx.fast.rope takes: the reciprocal, positions per radian.
-        self.periods = 1.0 / self._inverse
-        mx.eval(self._inverse, self.periods)
+        self.periods = 1.0 / self._inv_freq
+        mx.eval(self._inv_freq, self.periods)
 
-    def frequencies(self, start_pos: Position, length: int, *, table: bool | None = None) -> Freqs:
+    def frequencies(self, start_pos: StartPos, length: int, *, table: bool | None = None) -> RopeTables:
         """What `rotate` needs for positions `start_pos ... start_pos + length - 1`.
 
         On the GPU the periods, for fused kernels. The CPU backend takes `mx.fast.rope` apart into a dozen operations a
@@ -75,35 +75,35 @@ class Rope:
             table: make one or not; None: on the CPU.
         """
         offset = start_pos if isinstance(start_pos, mx.array) else mx.array(start_pos)
-        freqs = Freqs(offset, self._inverse, self.periods)
+        freqs = RopeTables(offset, self._inv_freq, self.periods)
         if mx.default_device() == mx.gpu if table is None else not table:
             return freqs
         cos, sin = self._table(start_pos, length)
-        turn = self._turn(cos, sin) if cos.shape == (1, self._inverse.size) else None
-        return replace(freqs, table=(cos, sin), turn=turn)
+        rotation_matrix = self._rotation_matrix(cos, sin) if cos.shape == (1, self._inv_freq.size) else None
+        return replace(freqs, table=(cos, sin), rotation_matrix=rotation_matrix)
 
-    def _table(self, start_pos: Position, length: int) -> tuple[mx.array, mx.array]:
+    def _table(self, start_pos: StartPos, length: int) -> tuple[mx.array, mx.array]:
         positions = mx.arange(length, dtype=mx.float32)
         if isinstance(start_pos, mx.array):
             start_pos = start_pos.astype(mx.float32)[..., None, None]  # (B, 1, 1)
         positions = start_pos + positions  # (S,) or (B, 1, S)
-        angles = positions[..., None] * self._inverse
+        angles = positions[..., None] * self._inv_freq
         return mx.cos(angles), mx.sin(angles)
 
-    def _turn(self, cos: mx.array, sin: mx.array) -> mx.array:
+    def _rotation_matrix(self, cos: mx.array, sin: mx.array) -> mx.array:
         """x @ turn rotates x by the angles whose cosine and sine are `(1, head_dim / 2)`."""
-        half = self._inverse.size
+        half = self._inv_freq.size
         straight, across = mx.eye(2 * half), mx.eye(2 * half, k=half) - mx.eye(2 * half, k=-half)
         return mx.tile(cos, (1, 2)) * straight + mx.tile(sin, (1, 2)) * across
 
 
-def rotate(x: mx.array, start_pos: Position, freqs: Freqs) -> mx.array:
+def rotate(x: mx.array, start_pos: StartPos, freqs: RopeTables) -> mx.array:
     """Rotate queries or keys `(B, heads, S, head_dim)` to their positions; same shape and dtype."""
     if freqs.table is None:
         how = {"traditional": False, "base": None, "scale": 1.0, "offset": start_pos, "freqs": freqs.periods}
         return mx.fast.rope(x, x.shape[-1], **how)
-    if freqs.turn is not None and x.dtype == mx.float32:
-        return x @ freqs.turn
+    if freqs.rotation_matrix is not None and x.dtype == mx.float32:
+        return x @ freqs.rotation_matrix
     cos, sin = freqs.table
     a, b = mx.split(x, 2, axis=-1)
     return mx.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1).astype(x.dtype)

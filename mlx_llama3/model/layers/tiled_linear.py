@@ -22,41 +22,41 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
 # More streams than this only wait for the memory.
-_MOST = 8
+_MOST_STREAMS = 8
 # Columns of a tile: four registers of 16 numbers.
 TILE = 64
 # Multiplications of a call up to which the small kernels serve. Rows of x from which calls of fewer than 4 do not pay.
-_SMALL, _FEW = 1_000_000, 64
+_SMALL_PRODUCT, _FEW_ROWS = 1_000_000, 64
 # MLX (0.32) finds the matrices of a batch by a number of 32 bits that counts the repeated ones too, and if it overflows
 # reads elsewhere.
-_COUNTED = 1 << 31
+_BATCH_INDICES = 1 << 31
 # Bytes of a matrix below which one row of x is multiplied sooner than another thread wakes up to help.
-_ALONE = 2_500_000
+_ONE_THREAD_BYTES = 2_500_000
 # exp(x) is 2 to the power of x times this. MLX's exp takes 12 ns a number on a CPU, its sigmoid 14, a power of two 5.
-OCTAVES = math.log2(math.e)
+LOG2_E = math.log2(math.e)
 # Bytes of a matrix that a stream unpacks at a time.
-_BLOCK = 1 << 22
+_BLOCK_BYTES = 1 << 22
 
 _own = threading.local()
 
 
 @cache
-def n_streams() -> int:
+def n_cpu_streams() -> int:
     """Cores that this process may use, at most 8."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores, _MOST)
+    return min(cores, _MOST_STREAMS)
 
 
-def streams() -> list[mx.Stream]:
+def cpu_streams() -> list[mx.Stream]:
     """The calling thread's CPU streams, its default one first: MLX's streams belong to the thread that made them."""
     if not hasattr(_own, "streams"):
-        _own.streams = [mx.default_stream(mx.cpu), *(mx.new_stream(mx.cpu) for _ in range(n_streams() - 1))]
-    return _own.streams
+        _own.cpu_streams = [mx.default_stream(mx.cpu), *(mx.new_stream(mx.cpu) for _ in range(n_cpu_streams() - 1))]
+    return _own.cpu_streams
 
 
-def shares(size: int) -> list[tuple[int, int]]:
+def split_ranges(size: int) -> list[tuple[int, int]]:
     """Begin and end of each stream's part of `size`."""
-    n = min(n_streams(), size)
+    n = min(n_cpu_streams(), size)
     return list(pairwise(size * i // n for i in range(n + 1)))
 
 
@@ -68,17 +68,19 @@ def tiled(weight: mx.array) -> mx.array:
     return mx.contiguous(weight.reshape(-1, TILE, width).swapaxes(1, 2))
 
 
-def times(x: mx.array, tiles: mx.array) -> mx.array:
-    """`(1, count, in)` with tiles `(n, in, 64)` -> `(n, count, 64)`, which `joined` puts in order. Both on the current
+def tiled_matmul(x: mx.array, tiles: mx.array) -> mx.array:
+    """`(1, count, in)` with tiles `(n, in, 64)` -> `(n, count, 64)`, which `untiled` puts in order. Both on the current
     stream: what another one did with the product would make this one wait."""
     count = x.shape[1]
     if count == 1:
         return x @ tiles
     n, width, _ = tiles.shape
-    if count * width * n >= _COUNTED:
-        return mx.concatenate([times(x[:, : count // 2], tiles), times(x[:, count // 2 :], tiles)], axis=1)
-    groups, rows = _cut(count, width)
-    if groups == 1 or groups * TILE * width * n >= _COUNTED:
+    if count * width * n >= _BATCH_INDICES:
+        return mx.concatenate(
+            [tiled_matmul(x[:, : count // 2], tiles), tiled_matmul(x[:, count // 2 :], tiles)], axis=1
+        )
+    groups, rows = _row_groups(count, width)
+    if groups == 1 or groups * TILE * width * n >= _BATCH_INDICES:
         return x @ tiles
     if groups * rows > count:
         x = mx.pad(x, [(0, 0), (0, groups * rows - count), (0, 0)])
@@ -86,18 +88,18 @@ def times(x: mx.array, tiles: mx.array) -> mx.array:
     return y.reshape(n, -1, TILE)[:, :count]
 
 
-def joined(y: mx.array) -> mx.array:
+def untiled(y: mx.array) -> mx.array:
     """`(n, count, 64)` -> `(1, count, 64 n)`."""
     count = y.shape[1]
     return (y.swapaxes(0, 1) if count > 1 else y).reshape(1, count, -1)
 
 
 @cache
-def _cut(count: int, width: int) -> tuple[int, int]:
+def _row_groups(count: int, width: int) -> tuple[int, int]:
     """Into how many groups of how many rows to cut those of x, for the small kernels; one group if they are many and
     only few would go together. The last group may be short."""
-    most = max(1, _SMALL // (TILE * width))
-    if count <= most or (count > _FEW and most < 4):
+    most = max(1, _SMALL_PRODUCT // (TILE * width))
+    if count <= most or (count > _FEW_ROWS and most < 4):
         return 1, count
     groups = -(-count // most)
     groups = next((n for n in range(groups, 2 * groups) if count % n == 0), groups)
@@ -105,7 +107,7 @@ def _cut(count: int, width: int) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class Shares:
+class TileParts:
     """A matrix's tiles shared out, each stream's a view `of` them; `alone`: one row is multiplied sooner without
     sharing."""
 
@@ -114,13 +116,13 @@ class Shares:
     alone: bool
 
     @classmethod
-    def shared_out(cls, tiles: mx.array) -> "Shares":
-        parts = tuple(tiles[a:b] for a, b in shares(tiles.shape[0]))
+    def of_tiles(cls, tiles: mx.array) -> "TileParts":
+        parts = tuple(tiles[a:b] for a, b in split_ranges(tiles.shape[0]))
         mx.eval(parts)  # what is not evaluated could be used in this thread only
-        return cls(tiles, parts, tiles.nbytes < _ALONE)
+        return cls(tiles, parts, tiles.nbytes < _ONE_THREAD_BYTES)
 
 
-class SpreadLinear(nn.Module):
+class TiledLinear(nn.Module):
     """As `nn.Linear` without bias, its `weight` `(out, in)` kept as tiles."""
 
     def __init__(self, weight: mx.array) -> None:
@@ -128,7 +130,7 @@ class SpreadLinear(nn.Module):
         self.weight = weight
 
     @classmethod
-    def of_tiles(cls, tiles: mx.array, rows: int) -> "SpreadLinear":
+    def of_tiles(cls, tiles: mx.array, rows: int) -> "TiledLinear":
         """Of `(tiles, in, 64)`, without making the matrix; `rows` of it are in use."""
         module = cls.__new__(cls)
         nn.Module.__init__(module)
@@ -143,7 +145,7 @@ class SpreadLinear(nn.Module):
 
     def _take(self, tiles: mx.array, rows: int) -> None:
         self.tiles, self._rows = tiles, rows
-        self._shares: Shares | None = None
+        self._shares: TileParts | None = None
 
     @property
     def weight(self) -> mx.array:
@@ -159,21 +161,21 @@ class SpreadLinear(nn.Module):
         shape = x.shape
         x = x.reshape(1, -1, shape[-1])
         if self._shares is None or self._shares.of is not self["tiles"]:  # as `nn.Module.update` replaces them
-            self._shares = Shares.shared_out(self["tiles"])
+            self._shares = TileParts.of_tiles(self["tiles"])
         if self._shares.alone and x.shape[1] == 1:
-            y = joined(times(x, self["tiles"]))
+            y = untiled(tiled_matmul(x, self["tiles"]))
         else:
             products = []
-            for part, stream in zip(self._shares.parts, streams(), strict=False):
+            for part, stream in zip(self._shares.parts, cpu_streams(), strict=False):
                 with mx.stream(stream):
-                    products.append(joined(times(x, part)))
+                    products.append(untiled(tiled_matmul(x, part)))
             y = mx.concatenate(products, axis=-1)
         if self._rows % TILE:
             y = y[..., : self._rows]
         return y.reshape(*shape[:-1], self._rows)
 
 
-class SpreadEmbedding(SpreadLinear):
+class TiledEmbedding(TiledLinear):
     """As `nn.Embedding`, `weight` `(vocab_size, dim)`; the product is that of a tied head."""
 
     def __call__(self, tokens: mx.array) -> mx.array:
@@ -194,7 +196,7 @@ def expand(model: nn.Module, dtype: mx.Dtype) -> None:
         name, module = leaves.pop()
         quantized = isinstance(module, nn.QuantizedLinear | nn.QuantizedEmbedding)
         if quantized or isinstance(module, nn.Linear | nn.Embedding):
-            make = SpreadEmbedding if isinstance(module, nn.Embedding | nn.QuantizedEmbedding) else SpreadLinear
+            make = TiledEmbedding if isinstance(module, nn.Embedding | nn.QuantizedEmbedding) else TiledLinear
             tiles = _unpacked(module, dtype) if quantized else tiled(module.weight)
             mx.eval(tiles)
             model.update_modules(tree_unflatten([(name, make.of_tiles(tiles, module.weight.shape[0]))]))
@@ -206,10 +208,10 @@ def _unpacked(module: nn.QuantizedLinear | nn.QuantizedEmbedding, dtype: mx.Dtyp
     settings = {"group_size": module.group_size, "bits": module.bits, "mode": module.mode, "dtype": dtype}
     packed = [part for part in (module.weight, module.scales, module.biases) if part is not None]
     rows, width = packed[0].shape[0], packed[0].shape[1] * 32 // module.bits
-    step = max(1, _BLOCK // (width * dtype.size * TILE)) * TILE
+    step = max(1, _BLOCK_BYTES // (width * dtype.size * TILE)) * TILE
     tiles = mx.zeros((-(-rows // TILE), width, TILE), dtype)
-    for start in range(0, rows, step * len(streams())):
-        for a, stream in zip(range(start, rows, step), streams(), strict=False):
+    for start in range(0, rows, step * len(cpu_streams())):
+        for a, stream in zip(range(start, rows, step), cpu_streams(), strict=False):
             with mx.stream(stream):
                 block = tiled(mx.dequantize(*(part[a : a + step] for part in packed), **settings))
             tiles[a // TILE : a // TILE + block.shape[0]] = block

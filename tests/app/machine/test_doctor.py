@@ -8,7 +8,7 @@ from tiny_models import ARGS, tiny_args
 from app import cli
 from app.machine import doctor
 from app.options.model import OpenModel
-from mlx_llama3.autotune.choice import NAMES, Choice
+from mlx_llama3.autotune.choice import NAMES, KernelChoice
 from mlx_llama3.autotune.decisions import Decision
 from mlx_llama3.errors import UserError
 from mlx_llama3.model.kernels.kernel_set import Kernels
@@ -88,7 +88,7 @@ def test_the_kernels_of_a_mac(run, monkeypatch) -> None:
         "swiglu_qmv": Decision("failed", "one token: output 0 holds NaN or infinity"),
         "sdpa_quantized": Decision("absent", "it does not take the shapes or types of this model"),
     }
-    monkeypatch.setattr(doctor, "use_chosen", lambda model: Choice(Kernels(add_rms_norm=True), decisions))
+    monkeypatch.setattr(doctor, "use_chosen", lambda model: KernelChoice(Kernels(add_rms_norm=True), decisions))
     _, out, _ = run("-m", "tiny")
     lines = out.splitlines()
     assert "  add_rms_norm    used      one token: 0.71 of the reference's time (±0.01)" in lines

@@ -16,7 +16,7 @@ from meta_checkpoint import PARAMS, hf_rows, meta_weights, write_meta
 from tiny_models import ARGS, quantized, random_weights, tiny_args, write_folder
 
 from convert.conversion import to_mlx as module
-from convert.conversion.plan import Step
+from convert.conversion.plan import PlanStep
 from convert.conversion.recipe import make_recipe
 from convert.conversion.to_mlx import convert
 from mlx_llama3.checkpoint.config_json import from_hf
@@ -359,7 +359,7 @@ def test_blocks_stay_small_whatever_the_matrix():
     from convert.sources.source import SourceTensor
 
     for shape in ((53248, 16384), (16384, 53248), (128256, 16384), (16384,), (16384, 16384)):
-        step = Step(SourceTensor("w", shape, mx.bfloat16, "", None), mx.bfloat16)
+        step = PlanStep(SourceTensor("w", shape, mx.bfloat16, "", None), mx.bfloat16)
         columns = shape[1] if len(shape) > 1 else 1
         assert 0 < step.block_rows * columns * 2 <= 32 << 20
         assert step.block_rows < 256 or step.block_rows % 256 == 0

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from convert.gguf.reader import read_header
-from convert.gguf.writer import Output, file_size, write_gguf
+from convert.gguf.writer import TensorOutput, file_size, write_gguf
 
 METADATA = {
     "general.architecture": "llama",
@@ -24,11 +24,11 @@ MATRIX = np.linspace(-1, 1, 4 * 64, dtype=np.float32).reshape(4, 64)
 PACKED = gguf.quants.quantize(MATRIX, gguf.GGMLQuantizationType.Q4_1)
 
 
-def outputs() -> list[Output]:
+def outputs() -> list[TensorOutput]:
     return [
-        Output("vector", (5,), "F32", lambda: iter([VECTOR.view(np.uint8)])),
-        Output("packed", (4, 64), "Q4_1", lambda: iter([PACKED[:1], PACKED[1:4]])),
-        Output("matrix", (4, 64), "F32", lambda: iter([MATRIX.view(np.uint8)])),
+        TensorOutput("vector", (5,), "F32", lambda: iter([VECTOR.view(np.uint8)])),
+        TensorOutput("packed", (4, 64), "Q4_1", lambda: iter([PACKED[:1], PACKED[1:4]])),
+        TensorOutput("matrix", (4, 64), "F32", lambda: iter([MATRIX.view(np.uint8)])),
     ]
 
 
@@ -67,6 +67,6 @@ def test_file_size(path):
 
 
 def test_too_few_rows_are_a_fault():
-    short = Output("packed", (4, 64), "Q4_1", lambda: iter([PACKED[:3]]))
+    short = TensorOutput("packed", (4, 64), "Q4_1", lambda: iter([PACKED[:3]]))
     with pytest.raises(ValueError, match="packed: 120 bytes came, its shape and type mean 160"):
         write_gguf(io.BytesIO(), {}, [short])

@@ -39,7 +39,7 @@ def test_the_reference_serves_where_a_kernel_is_wrong_slow_or_broken(tmp_path, c
     with caplog.at_level(logging.INFO):
         chosen = choose(four(device), DecisionFile(tmp_path / "k.json"), "M9", device=device)
     assert chosen.kernels == Kernels(add_rms_norm=True)
-    lines = [(record.levelname, record.getMessage()) for record in caplog.records]
+    lines = [(record.levelname, record.getMessage()) for record in caplog.compiles]
     assert [level for level, _ in lines] == ["INFO", "WARNING", "WARNING", "WARNING"]
     told = [line for _, line in lines]
     assert told[0].startswith("kernel add_rms_norm: used (one token: 0.5")
@@ -65,7 +65,7 @@ def test_a_second_start_tries_nothing_and_says_nothing(tmp_path, caplog) -> None
     second = choose(four(again), DecisionFile(file.path), "M9", device=again)
     assert second == first
     assert again.runs == 0
-    assert not caplog.records
+    assert not caplog.compiles
 
 
 @pytest.mark.parametrize("fault", ["slower", "failed"])
@@ -88,7 +88,7 @@ def test_kernels_that_are_slower_or_wrong_together_do_not_serve(tmp_path, caplog
     assert chosen.kernels == Kernels(sdpa_quantized=True)  # no part of the step
     assert [each.state for each in chosen.decisions.values()] == [fault, fault, "used", "slower"]
     assert chosen.decisions["rope_qkv"].reason.startswith("all together: the model's step: ")
-    assert caplog.records[-1].getMessage().startswith(f"all kernels together: {fault} (the model's step: ")
+    assert caplog.compiles[-1].getMessage().startswith(f"all kernels together: {fault} (the model's step: ")
     before = device.runs
     assert choose(cases, DecisionFile(file.path), "M9", together=together, device=device) == chosen
     assert device.runs == before
@@ -165,7 +165,7 @@ def test_a_trial_that_another_process_is_at_is_waited_for(tmp_path, caplog) -> N
         cases = {"rope_qkv": [device.case(fused=lambda x: pytest.fail("it was tried"))]}
         chosen = choose(cases, Watched(path), "M9", device=device)
     assert chosen.kernels == Kernels(rope_qkv=True)
-    assert not caplog.records
+    assert not caplog.compiles
 
 
 def test_ctrl_c_says_nothing_of_a_kernel(tmp_path) -> None:
@@ -199,8 +199,8 @@ def test_a_file_that_cannot_be_used_changes_nothing_but_the_log(tmp_path, caplog
     device = StandIn()
     chosen = choose({"add_rms_norm": [device.case()]}, DecisionFile(path), "M9", device=device)
     assert chosen.kernels == Kernels(add_rms_norm=True)
-    assert len(caplog.records) == (1 if obstacle == "damaged" else 2)  # read, and written
-    assert all(str(path) in record.getMessage() for record in caplog.records)
+    assert len(caplog.compiles) == (1 if obstacle == "damaged" else 2)  # read, and written
+    assert all(str(path) in record.getMessage() for record in caplog.compiles)
 
 
 def test_on_the_cpu_the_references_serve_without_asking(monkeypatch) -> None:

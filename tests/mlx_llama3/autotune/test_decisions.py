@@ -23,7 +23,7 @@ def test_what_is_added_is_read(tmp_path, caplog) -> None:
     file.add({"a": B})
     assert file.read() == {"a": B, "b": B}
     assert sorted(os.listdir(file.path.parent)) == ["k.json", "k.lock"]
-    assert not caplog.records
+    assert not caplog.compiles
 
 
 def content(**changes) -> str:
@@ -56,7 +56,7 @@ def test_a_damaged_or_foreign_file_is_one_line_of_log_and_is_replaced(tmp_path, 
     file = DecisionFile(tmp_path / "k.json")
     file.path.write_bytes(text.encode("utf-8", "surrogateescape"))
     assert file.read() == {}
-    (record,) = caplog.records
+    (record,) = caplog.compiles
     assert record.getMessage().startswith(f"{file.path}: not a file of kernel decisions (")
     file.add({"a": A})
     assert file.read() == {"a": A}
@@ -72,7 +72,7 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch, caplog)
     monkeypatch.setattr(decisions.json, "dump", full)
     file.add({"b": B})
     assert file.read() == {"a": A}
-    assert [record.getMessage() for record in caplog.records] == [
+    assert [record.getMessage() for record in caplog.compiles] == [
         f"{file.path}: cannot be written (No space left on device); kernels are tried at each start"
     ]
     assert sorted(os.listdir(tmp_path)) == ["k.json", "k.lock"]

@@ -5,7 +5,7 @@ import threading
 import pytest
 from tiny_models import quantized, random_weights, tiny_args, write_folder
 
-from mlx_llama3.checkpoint.cpu_blocks import SpreadFeedForward, _silu, spread_blocks
+from mlx_llama3.checkpoint.cpu_blocks import TiledFeedForward, _silu, use_cpu_blocks
 from mlx_llama3.checkpoint.loading import load_model
 from mlx_llama3.model.layers import tiled_linear as cpu
 from mlx_llama3.model.transformer import FeedForward, Transformer
@@ -34,7 +34,7 @@ def feed_forward() -> FeedForward:
 def test_feed_forward(cores, shape):
     whole = feed_forward()
     x = mx.random.normal((*shape, whole.w2.weight.shape[0]), key=mx.random.key(1))
-    spread = SpreadFeedForward(whole)
+    spread = TiledFeedForward(whole)
     y = spread(x)
     assert y.shape == x.shape
     assert mx.abs(y - whole(x)).max().item() < 1e-6
@@ -43,12 +43,12 @@ def test_feed_forward(cores, shape):
 def test_w1_and_w3_that_are_stored_apart(cores):
     """As a recipe leaves them that gives one of them other bits."""
     whole, x = feed_forward(), mx.random.normal((1, 64), key=mx.random.key(1))
-    expected = SpreadFeedForward(whole)(x)
+    expected = TiledFeedForward(whole)(x)
     w13 = whole.w13.parts[0].weight
-    whole.w13.parts = [cpu.SpreadLinear(w13[:320]), cpu.SpreadLinear(w13[320:])]
+    whole.w13.parts = [cpu.TiledLinear(w13[:320]), cpu.TiledLinear(w13[320:])]
     mx.eval(whole.parameters())
     before = mx.get_active_memory()
-    spread = SpreadFeedForward(whole)
+    spread = TiledFeedForward(whole)
     assert mx.array_equal(spread(x), expected).item()
     assert mx.get_active_memory() - before < w13.nbytes / 4  # views, no copy
 
@@ -63,18 +63,18 @@ def test_gates_of_any_size():
 
 
 def test_a_new_weight_counts(cores):
-    spread, x = SpreadFeedForward(feed_forward()), mx.ones((1, 1, 64))
+    spread, x = TiledFeedForward(feed_forward()), mx.ones((1, 1, 64))
     assert mx.abs(spread(x)).max().item() > 0
     spread.w13.parts[0].weight = mx.zeros_like(spread.w13.parts[0].weight)
     assert mx.abs(spread(x)).max().item() == 0
-    spread = SpreadFeedForward(feed_forward())
+    spread = TiledFeedForward(feed_forward())
     before = spread(x)
     spread.w2.weight = 2 * spread.w2.weight
     assert mx.abs(spread(x) - 2 * before).max().item() < 1e-6
 
 
 def test_from_another_thread():
-    spread, x, found = SpreadFeedForward(feed_forward()), mx.ones((1, 1, 64)), []
+    spread, x, found = TiledFeedForward(feed_forward()), mx.ones((1, 1, 64)), []
     mx.eval(spread.parameters(), x)
     expected = spread(x).tolist()
     thread = threading.Thread(target=lambda: found.append(spread(x).tolist()))
@@ -88,7 +88,7 @@ def test_a_loaded_model_is_spread_and_holds_its_weights_once(tmp_path):
     settings = {"bits": 4, "group_size": 32}
     before = mx.get_active_memory()
     model = load_model(write_folder(tmp_path, args, quantized(random_weights(args)), quantization=settings))
-    assert all(isinstance(layer.feed_forward, SpreadFeedForward) for layer in model.layers)
+    assert all(isinstance(layer.feed_forward, TiledFeedForward) for layer in model.layers)
     mx.eval(model(mx.array([[1, 2, 3]])), model(mx.array([[1]])))
     mx.clear_cache()
     weights = sum(weight.nbytes for _, weight in tree_flatten(model.parameters()))
@@ -98,7 +98,7 @@ def test_a_loaded_model_is_spread_and_holds_its_weights_once(tmp_path):
 def test_what_is_not_spread_stays_as_it_is():
     model = Transformer(tiny_args())
     before = [layer.feed_forward for layer in model.layers]
-    spread_blocks(model)
+    use_cpu_blocks(model)
     assert [layer.feed_forward for layer in model.layers] == before
 
 

@@ -35,7 +35,7 @@ def held_cache(model, settings=None) -> PrefixCache:
     settings = settings or CacheSettings()
     held = PrefixCache(model.make_cache(settings), settings)
     mx.eval(prefill(model, IDS, held.layers))
-    held.record(IDS)
+    held.set_ids(IDS)
     return held
 
 

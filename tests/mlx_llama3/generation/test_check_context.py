@@ -11,7 +11,7 @@ from mlx_llama3.generation.stream import check_context, generate
 from mlx_llama3.model.cache.memory import context_bytes
 from mlx_llama3.model.cache.settings import CacheSettings
 from mlx_llama3.model.transformer import Transformer
-from mlx_llama3.parallel.tensor import TensorPart
+from mlx_llama3.parallel.tensor import TensorShard
 from mlx_llama3.system import memory
 
 import mlx.core as mx
@@ -35,7 +35,7 @@ def test_only_what_is_new_counts(model, monkeypatch) -> None:
 
 
 def test_of_shared_heads_only_those_of_this_machine_count(monkeypatch) -> None:
-    model = TensorPart(SimpleNamespace(rank=0, size=2)).model(ARGS)
+    model = TensorShard(SimpleNamespace(rank=0, size=2)).model(ARGS)
     monkeypatch.setattr(stream, "free_memory", lambda: context_bytes(ARGS, mx.float32, 256) // 2)
     check_context(model, model.make_cache(), 256)
     with pytest.raises(UserError, match="^a context of 257 tokens"):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from tiny_models import tiny_model
 
-from mlx_llama3.model.compiled import RecordedBlock
+from mlx_llama3.model.compiled import CompiledBlock
 from mlx_llama3.model.hooks.edits import Scale, edited
 from mlx_llama3.model.hooks.norms import NormCapture
 from mlx_llama3.model.hooks.taps import tapped
@@ -39,9 +39,9 @@ def test_same_logits_and_norms(model):
     expected, watched = decoded(model), NormCapture(model)
     decoded(model, watched.model)
     norms = watched.read(watched.take())
-    model.records = True
+    model.compiles = True
     np.testing.assert_allclose(decoded(model), expected, atol=1e-5)
-    assert all(isinstance(block, RecordedBlock) for block in model.recordings.of(model.layers))
+    assert all(isinstance(block, CompiledBlock) for block in model.compiled_blocks.of(model.layers))
     capture = NormCapture(model)
     np.testing.assert_allclose(decoded(model, capture.model), expected, atol=1e-5)
     np.testing.assert_allclose(capture.read(capture.take()), norms, rtol=1e-5)
@@ -49,7 +49,7 @@ def test_same_logits_and_norms(model):
 
 def test_taps_and_edits_are_run_not_recorded(model):
     expected = decoded(edited(model, [Scale(1, "mlp", 0.5)]))
-    model.records, seen = True, []
+    model.compiles, seen = True, []
     np.testing.assert_allclose(decoded(edited(model, [Scale(1, "mlp", 0.5)])), expected, atol=1e-5)
 
     def keep(layer, name, value):
@@ -61,10 +61,10 @@ def test_taps_and_edits_are_run_not_recorded(model):
 
 
 def test_use_forgets_recordings(model):
-    model.records = True
+    model.compiles = True
     decoded(model)
     model.layers[0].feed_forward.w2.weight *= 0
     model.use(model.kernels)
     after = decoded(model)
-    model.records = False
+    model.compiles = False
     np.testing.assert_allclose(after, decoded(model), atol=1e-5)

@@ -5,7 +5,7 @@ import pytest
 from tiny_models import ARGS, random_weights, tiny_args, tiny_model
 
 from mlx_llama3.model.config import ModelArgs, RopeScaling
-from mlx_llama3.model.layers.rope import inverse_frequencies
+from mlx_llama3.model.layers.rope import inv_freq_of
 
 import mlx.core as mx
 
@@ -16,13 +16,13 @@ def reference_logits(weights: dict[str, np.ndarray], args: ModelArgs, tokens: np
     """Full causal pass in float64, head by head, nothing packed, repeated K/V written out."""
     w = {name: np.array(value, dtype=np.float64) for name, value in weights.items()}
     length = tokens.shape[1]
-    angles = np.arange(length)[:, None] * np.array(inverse_frequencies(args), dtype=np.float64)
+    angles = np.arange(length)[:, None] * np.array(inv_freq_of(args), dtype=np.float64)
     half = args.head_dim // 2
 
     def norm(x, gain):
         return x / np.sqrt((x**2).mean(-1, keepdims=True) + args.norm_eps) * gain
 
-    def turn(x):  # (B, S, head_dim)
+    def rotation_matrix(x):  # (B, S, head_dim)
         a, b = x[..., :half], x[..., half:]
         return np.concatenate([a * np.cos(angles) - b * np.sin(angles), a * np.sin(angles) + b * np.cos(angles)], -1)
 
@@ -34,8 +34,8 @@ def reference_logits(weights: dict[str, np.ndarray], args: ModelArgs, tokens: np
         for head in range(args.n_heads):
             kv = head // (args.n_heads // args.n_kv_heads)
             rows, kv_rows = (slice(h * args.head_dim, (h + 1) * args.head_dim) for h in (head, kv))
-            q = turn(n @ w[p + "self_attn.q_proj.weight"][rows].T)
-            k = turn(n @ w[p + "self_attn.k_proj.weight"][kv_rows].T)
+            q = rotation_matrix(n @ w[p + "self_attn.q_proj.weight"][rows].T)
+            k = rotation_matrix(n @ w[p + "self_attn.k_proj.weight"][kv_rows].T)
             scores = q @ k.swapaxes(-1, -2) / np.sqrt(args.head_dim)
             scores = np.where(np.tril(np.ones((length, length))) > 0, scores, -np.inf)
             scores = np.exp(scores - scores.max(-1, keepdims=True))

@@ -8,7 +8,7 @@ from tiny_models import quantized, random_weights, tiny_args, write_folder
 from mlx_llama3.checkpoint.folder import Checkpoint
 from mlx_llama3.errors import UserError
 from mlx_llama3.parallel import slices
-from mlx_llama3.parallel.slices import COLUMNS, ROWS, Cut, SlicedCheckpoint
+from mlx_llama3.parallel.slices import COLUMNS, ROWS, Shard, SlicedCheckpoint
 
 import mlx.core as mx
 
@@ -20,7 +20,7 @@ def test_dense_parts_are_the_bits_of_the_whole(dtype: mx.Dtype, tmp_path: Path, 
     monkeypatch.setattr(slices, "AT_ONCE", 100)  # several reads for a part
     weights = {name: weight.astype(dtype) for name, weight in random_weights(tiny_args()).items()}
     whole = Checkpoint(write_folder(tmp_path / "model", tiny_args(), weights))
-    part = SlicedCheckpoint(whole, {Q: Cut(ROWS, 8, 24), DOWN: Cut(COLUMNS, 31, 80), NORM: None})
+    part = SlicedCheckpoint(whole, {Q: Shard(ROWS, 8, 24), DOWN: Shard(COLUMNS, 31, 80), NORM: None})
     assert part.n_weights == 16 * 64 + 64 * 49 + 64
     assert part.nbytes == part.n_weights * dtype.size
     for name, expected in ((Q, weights[Q][8:24]), (DOWN, weights[DOWN][:, 31:80]), (NORM, weights[NORM])):
@@ -34,7 +34,7 @@ def test_quantized_columns_are_cut_between_groups(bits: int, mode: str, tmp_path
     packed = quantized(random_weights(tiny_args()), bits=bits, group_size=32, mode=mode)
     settings = {"bits": bits, "group_size": 32, "mode": mode}
     folder = write_folder(tmp_path / "model", tiny_args(), packed, quantization=settings)
-    part = SlicedCheckpoint(Checkpoint(folder), {DOWN: Cut(COLUMNS, 32, 96), Q: Cut(ROWS, 0, 32)})
+    part = SlicedCheckpoint(Checkpoint(folder), {DOWN: Shard(COLUMNS, 32, 96), Q: Shard(ROWS, 0, 32)})
     module = DOWN.removesuffix(".weight")
     affine = mode == "affine"
     parts = [part.take(DOWN), part.take(f"{module}.scales"), part.take(f"{module}.biases") if affine else None]
@@ -48,9 +48,9 @@ def test_nan_in_this_part_is_named_and_nan_in_another_is_not_read(tmp_path: Path
     weights = random_weights(tiny_args())
     weights[Q][40, 3] = mx.nan
     whole = Checkpoint(write_folder(tmp_path / "model", tiny_args(), weights))
-    SlicedCheckpoint(whole, {Q: Cut(ROWS, 0, 32)}).take(Q)
+    SlicedCheckpoint(whole, {Q: Shard(ROWS, 0, 32)}).take(Q)
     with pytest.raises(UserError, match=f"tensor {Q} holds NaN"):
-        SlicedCheckpoint(whole, {Q: Cut(ROWS, 32, 64)}).take(Q)
+        SlicedCheckpoint(whole, {Q: Shard(ROWS, 32, 64)}).take(Q)
 
 
 def test_a_file_that_was_cut_off_since_is_named(tmp_path: Path):

@@ -11,7 +11,7 @@ from mlx_llama3.checkpoint.folder import Checkpoint
 from mlx_llama3.checkpoint.tensor_shapes import expected_shapes
 from mlx_llama3.errors import UserError
 from mlx_llama3.parallel.slices import COLUMNS
-from mlx_llama3.parallel.tensor import TensorPart, VocabularyParallel, cut_of, even
+from mlx_llama3.parallel.tensor import TensorShard, VocabularyParallel, even, shard_of
 
 import mlx.core as mx
 
@@ -25,21 +25,21 @@ def test_the_parts_of_all_ranks_are_the_whole(size: int, tmp_path: Path):
     args = tiny_args(n_heads=12, n_kv_heads=12, vocab_size=323, hidden_dim=160)
     weights = random_weights(args)
     folder = write_folder(tmp_path / "model", args, weights)
-    parts = [TensorPart(as_rank(rank, size)).checkpoint(folder) for rank in range(size)]
+    parts = [TensorShard(as_rank(rank, size)).checkpoint(folder) for rank in range(size)]
     for name in expected_shapes(args):
-        cut = cut_of(name, Checkpoint(folder), 0, size)
+        cut = shard_of(name, Checkpoint(folder), 0, size)
         read = [part.take(name) for part in parts]
         if cut is None:
             assert all(mx.array_equal(each, weights[name]) for each in read)
         else:
             assert mx.array_equal(mx.concatenate(read, axis=cut.axis), weights[name])
-    by_columns = [name for name in expected_shapes(args) if (cut := cut_of(name, Checkpoint(folder), 0, size))
+    by_columns = [name for name in expected_shapes(args) if (cut := shard_of(name, Checkpoint(folder), 0, size))
                   and cut.axis == COLUMNS]  # fmt: skip
     assert {name.split(".")[-2] for name in by_columns} == {"o_proj", "down_proj"}
 
 
 def test_a_model_is_told_its_own_heads():
-    model = TensorPart(as_rank(1, 2)).model(tiny_args())
+    model = TensorShard(as_rank(1, 2)).model(tiny_args())
     assert {(block.attention.n_heads, block.attention.n_kv_heads) for block in model.layers} == {(2, 1)}
     assert model.args.n_heads == 4
 
@@ -49,9 +49,9 @@ def test_groups_are_shared_out_unevenly_but_never_cut(tmp_path: Path):
     folder = write_folder(
         tmp_path / "model", args, quantized(random_weights(args)), quantization={"bits": 4, "group_size": 32}
     )
-    cuts = [cut_of("model.layers.1.mlp.down_proj.weight", Checkpoint(folder), rank, 2) for rank in range(2)]
+    cuts = [shard_of("model.layers.1.mlp.down_proj.weight", Checkpoint(folder), rank, 2) for rank in range(2)]
     assert [(cut.start, cut.end) for cut in cuts] == [(0, 64), (64, 160)]
-    rows = [cut_of("model.layers.1.mlp.up_proj.weight", Checkpoint(folder), rank, 2) for rank in range(2)]
+    rows = [shard_of("model.layers.1.mlp.up_proj.weight", Checkpoint(folder), rank, 2) for rank in range(2)]
     assert [(cut.start, cut.end) for cut in rows] == [(0, 64), (64, 160)]
 
 
@@ -69,7 +69,7 @@ def test_what_cannot_be_shared_out_is_refused(changes: dict, size: int, message:
         tmp_path / "model", args, quantized(random_weights(args)), quantization={"bits": 4, "group_size": 32}
     )
     with pytest.raises(UserError, match=message):
-        TensorPart(as_rank(0, size)).checkpoint(folder)
+        TensorShard(as_rank(0, size)).checkpoint(folder)
 
 
 @pytest.mark.parametrize("rows", [6, 7, 8])

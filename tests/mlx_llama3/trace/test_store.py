@@ -36,7 +36,7 @@ def test_what_was_handed_out_stays_as_it_was():
     trace = grown(10)
     before = trace.norms
     kept = before.copy()
-    trace.cut(4)
+    trace.truncate(4)
     trace.extend([99], ["x"], np.full((5, 3, 1), -1, np.float32))
     np.testing.assert_array_equal(before, kept)
     assert trace.norms.shape == (5, 3, 5) and (trace.norms[..., 4] == -1).all()

@@ -28,7 +28,7 @@ def test_a_selection_goes_when_its_token_goes(page, view_server):
     trace = view_server.session.trace
     kept = (trace.tokens, trace.pieces, trace.norms)
     try:
-        trace.cut(30)
+        trace.truncate(30)
         page.click("#changed")
         page.wait_for_function(f"({HEAT})('live-heat').heatData.count === 30")
         page.wait_for_selector("#live-cell .view-empty")

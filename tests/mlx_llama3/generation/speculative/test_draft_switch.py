@@ -2,7 +2,7 @@
 
 import pytest
 
-from mlx_llama3.generation.speculative.draft_switch import Switch
+from mlx_llama3.generation.speculative.draft_switch import DraftSwitch
 
 
 class Clock:
@@ -20,7 +20,7 @@ class Run:
 
     def __init__(self, plain: float = 1.0) -> None:
         self.clock = Clock()
-        self.switch = Switch(self.clock)
+        self.switch = DraftSwitch(self.clock)
         self.seconds = plain
         self.begin()
 
@@ -49,14 +49,14 @@ class Run:
 
 def ready() -> Run:
     run = Run()
-    run.plain(Switch.FIRST)
+    run.plain(DraftSwitch.FIRST)
     run.drafted(1, 50.0)  # the draft model reads the prompt: not counted
     return run
 
 
 def test_a_run_begins_without_drafts_to_know_their_absence():
     run = Run()
-    assert run.pause() == Switch.FIRST
+    assert run.pause() == DraftSwitch.FIRST
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_a_run_begins_without_drafts_to_know_their_absence():
 )
 def test_it_is_on_while_drafted_passes_give_more_tokens_a_second(tokens, seconds, pays):
     run = ready()
-    run.drafted(tokens, seconds, Switch.WINDOW - 1)
+    run.drafted(tokens, seconds, DraftSwitch.WINDOW - 1)
     assert run.switch.on  # too few to tell
     run.drafted(tokens, seconds)
     assert run.switch.on is pays
@@ -72,7 +72,7 @@ def test_it_is_on_while_drafted_passes_give_more_tokens_a_second(tokens, seconds
 
 def test_what_counts_is_the_mean_of_tokens_and_the_median_of_times():
     run = ready()
-    for tokens in (5, 1) * (Switch.WINDOW // 2):
+    for tokens in (5, 1) * (DraftSwitch.WINDOW // 2):
         run.drafted(tokens, 2.5)
     assert run.switch.on
     run.drafted(3, 1000.0)  # the person stopped the output
@@ -88,7 +88,7 @@ def test_the_pause_doubles_while_it_does_not_pay_and_starts_anew_once_it_did():
         pauses.append(run.pause())
     assert pauses == [32, 64, 128, 256, 512, 512]
     run.drafted(1, 2.0)  # after a pause the first one is not timed
-    run.drafted(4, 2.0, Switch.WINDOW)
+    run.drafted(4, 2.0, DraftSwitch.WINDOW)
     while run.switch.on:
         run.drafted(1, 2.0)
     assert run.pause() == 32
@@ -97,22 +97,22 @@ def test_the_pause_doubles_while_it_does_not_pay_and_starts_anew_once_it_did():
 def test_it_notices_when_drafts_become_worse_and_when_plain_passes_become_slow():
     run = ready()
     run.drafted(4, 2.0, 100)
-    run.drafted(1, 2.0, Switch.WINDOW - 2)
+    run.drafted(1, 2.0, DraftSwitch.WINDOW - 2)
     assert not run.switch.on
     run.seconds = 10.0
     run.pause()
-    run.drafted(1, 2.0, 2 * Switch.WINDOW)
+    run.drafted(1, 2.0, 2 * DraftSwitch.WINDOW)
     assert run.switch.on
 
 
 def test_the_time_between_two_answers_is_no_pass_and_what_was_learned_stays():
     run = ready()
-    run.drafted(3, 2.9, Switch.WINDOW)
+    run.drafted(3, 2.9, DraftSwitch.WINDOW)
     run.clock.now += 1e6
     run.begin()
     assert run.switch.on
     run.drafted(3, 2.9, 3)
     assert run.switch.on
-    run.drafted(3, 3.1, Switch.WINDOW)
+    run.drafted(3, 3.1, DraftSwitch.WINDOW)
     run.begin()
     assert not run.switch.on

@@ -12,7 +12,7 @@ from mlx_llama3.checkpoint.loading import load_model
 from mlx_llama3.conversation.conversation import Conversation
 from mlx_llama3.errors import UserError
 from mlx_llama3.generation.sampling import Sampler, Sampling
-from mlx_llama3.generation.speculative.draft_switch import Switch
+from mlx_llama3.generation.speculative.draft_switch import DraftSwitch
 from mlx_llama3.generation.speculative.drafters import ModelDrafter, NgramDrafter
 from mlx_llama3.generation.speculative.speculation import Speculation
 from mlx_llama3.generation.stream import Step, generate
@@ -95,7 +95,7 @@ def test_the_demo_model_says_the_same(demo_folder, tokenizer):
     ids = tokenizer.encode_chat([{"role": "user", "content": f"Repeat this text word for word:\n\n{text}"}])
     for options in ({}, {"temperature": 0.7, "top_p": 0.95, "seed": 2}):
         expected = [step.token for step in generate(demo, tokenizer, ids, max_tokens=40, **options)]
-        draft = Speculation(NgramDrafter, tokens=8, switch=Switch)
+        draft = Speculation(NgramDrafter, tokens=8, switch=DraftSwitch)
         assert [s.token for s in generate(demo, tokenizer, ids, max_tokens=40, draft=draft, **options)] == expected
         assert draft.accepted > 0 and draft.passes + draft.plain < 40
 
@@ -317,12 +317,12 @@ def test_where_it_does_not_pay_it_is_switched_off_and_nothing_changes(model, tok
         return now[0]
 
     clock.proposed = 0
-    speculation.append(Speculation(drafts["near"], tokens=4, switch=lambda: Switch(clock)))
+    speculation.append(Speculation(drafts["near"], tokens=4, switch=lambda: DraftSwitch(clock)))
     options = {"max_tokens": 200, "temperature": 0.8, "seed": 1}
     assert tokens(model, tokenizer, speculation[0], **options) == tokens(model, tokenizer, **options)
     (draft,) = speculation
-    assert draft.plain >= Switch.FIRST + 32 + 64
-    assert draft.passes >= 2 * Switch.WINDOW
+    assert draft.plain >= DraftSwitch.FIRST + 32 + 64
+    assert draft.passes >= 2 * DraftSwitch.WINDOW
 
 
 def test_a_conversation_keeps_the_draft_model_in_step(tokenizer):
@@ -349,7 +349,7 @@ def test_a_conversation_keeps_the_draft_model_in_step(tokenizer):
 
 def test_a_twin_is_for_another_stream(model, tokenizer, drafts):
     draft = Speculation(drafts["near"], tokens=3)
-    twin = draft.twin()
+    twin = draft.copy()
     streams = [
         generate(model, tokenizer, ids, max_tokens=20, draft=each)
         for ids, each in ((PROMPT, draft), (PROMPT[::-1], twin))

@@ -16,7 +16,7 @@ from mlx_llama3.model.cache.kv_cache import KVCache
 from mlx_llama3.model.cache.quantized import QuantizedKVCache
 from mlx_llama3.model.cache.settings import CacheSettings, make_layers
 from mlx_llama3.model.hooks.edits import Scale, edited
-from mlx_llama3.model.kernels.kv_packing import RecordLayout
+from mlx_llama3.model.kernels.kv_packing import PackedLayout
 from mlx_llama3.tokenizer.tokenizer import load_tokenizer
 from mlx_llama3.trace.position import look
 
@@ -36,7 +36,7 @@ def random_q(length: int, *, seed: int = 9, n_heads: int = 4, head_dim: int = 64
 
 def filled(kv: mx.array, chunks: list[int], *, bits: int = 4) -> tuple[QuantizedKVCache, np.ndarray]:
     """A cache that was fed `kv` in chunks, and what attention gave for them, with the same queries every time."""
-    cache, start, outputs = QuantizedKVCache(RecordLayout(kv.shape[-1], bits)), 0, []
+    cache, start, outputs = QuantizedKVCache(PackedLayout(kv.shape[-1], bits)), 0, []
     q = random_q(kv.shape[3], n_heads=2 * kv.shape[2], head_dim=kv.shape[4], batch=kv.shape[1])
     for length in chunks:
         new = kv[:, :, :, start : start + length]
@@ -94,7 +94,7 @@ def test_keeps_ends_as_they_are_and_the_rest_within_half_a_step(bits, chunks):
 def test_attends_to_what_it_keeps(chunks, batch, head_dim, bits):
     """Each chunk sees itself as it is and the past as `fetch` gives it, to 5e-6 of float64."""
     kv = random_kv(400, batch=batch, head_dim=head_dim)
-    cache, start = QuantizedKVCache(RecordLayout(head_dim, bits)), 0
+    cache, start = QuantizedKVCache(PackedLayout(head_dim, bits)), 0
     for number, length in enumerate(chunks):
         q, new = random_q(length, batch=batch, head_dim=head_dim, seed=number), kv[:, :, :, start : start + length]
         past = arrays(cache) if start else [np.zeros((batch, 2, 0, head_dim))] * 2
@@ -132,7 +132,7 @@ def test_groups_without_a_range(value):
 
 
 def test_grows_in_steps():
-    cache, sizes = QuantizedKVCache(RecordLayout(64, 4)), set()
+    cache, sizes = QuantizedKVCache(PackedLayout(64, 4)), set()
     kv, q = random_kv(1), random_q(1)
     for _ in range(700):
         cache.attend(q, kv, 0.125, None)
@@ -168,7 +168,7 @@ def test_ctrl_c_in_a_pass_leaves_what_was_there(before, new):
     kv, more = random_kv(before + new), random_kv(3, seed=5)
 
     def make() -> QuantizedKVCache:
-        return filled(kv, [before], bits=8)[0] if before else QuantizedKVCache(RecordLayout(64, 8))
+        return filled(kv, [before], bits=8)[0] if before else QuantizedKVCache(PackedLayout(64, 8))
 
     def run(cache: QuantizedKVCache) -> None:
         cache.attend(random_q(new), kv[:, :, :, before:], 0.125, "causal" if new > 1 else None)
@@ -202,7 +202,7 @@ def test_a_prefix_goes_on_alone(count):
 @pytest.mark.parametrize("length", [20, 300])
 def test_what_is_saved_is_restored(length):
     cache, _ = filled(random_kv(length), [length])
-    twin = QuantizedKVCache(RecordLayout(64, 4))
+    twin = QuantizedKVCache(PackedLayout(64, 4))
     twin.restore(cache.tensors(), length)
     q, kv = random_q(200), random_kv(200, seed=1)
     for lengths in ([1] * 5, [195]):

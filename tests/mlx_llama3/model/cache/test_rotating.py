@@ -77,12 +77,12 @@ def test_holds_no_more_than_window_and_slack():
     cache = RotatingKVCache(Window(12, 4))
     feed(cache, q, kv, [1] * 60)
     assert cache.fetch()[0].shape[2] == 12 + Window.SLACK
-    assert not cache.complete
+    assert not cache.holds_all
 
 
 @pytest.mark.parametrize("fed", [3, 12, 14, 17, 18, 40])
 def test_trim_is_exact_or_refused(fed):
-    """After any trim that `reach` allows, other tokens are fed and seen right; what it does not allow raises."""
+    """After any trim that `trimmable_to` allows, other tokens are fed and seen right; what it does not allow raises."""
     max_size, keep, more = 12, 4, 25
     q, kv = sequence(fed)
     q2, kv2 = sequence(fed + more, seed=1)
@@ -90,8 +90,8 @@ def test_trim_is_exact_or_refused(fed):
     for length in range(fed + 1):
         cache = RotatingKVCache(Window(max_size, keep))
         feed(cache, q, kv, [fed])
-        if cache.reach(length) != length:
-            assert cache.reach(length) == keep
+        if cache.trimmable_to(length) != length:
+            assert cache.trimmable_to(length) == keep
             with pytest.raises(ValueError, match="cannot trim"):
                 cache.trim(fed - length)
             assert cache.offset == fed
@@ -119,7 +119,7 @@ def test_ctrl_c_in_a_pass_loses_no_more_than_is_known(fed, new):
         return cache
 
     for cache in interrupted_at_each_line(rotating_cache.__file__, make, lambda cache: feed(cache, q, kv, [new])):
-        reached = cache.reach(fed)
+        reached = cache.trimmable_to(fed)
         cache.trim(cache.offset - reached)
         out = feed(cache, q, kv, [2, *[1] * (fed + new - reached - 2)] if fed + new - reached > 1 else [1])
         np.testing.assert_allclose(out, attention(q, kv, 12, 4)[:, :, reached:], atol=TOLERANCE)
@@ -142,7 +142,7 @@ def test_what_is_restored_goes_on_alike():
     cache, again = (RotatingKVCache(Window(12, 4)) for _ in range(2))
     feed(cache, q, kv, [33])
     again.restore(cache.tensors(), cache.offset)
-    assert [again.reach(n) for n in range(34)] == [cache.reach(n) for n in range(34)]
+    assert [again.trimmable_to(n) for n in range(34)] == [cache.trimmable_to(n) for n in range(34)]
     np.testing.assert_array_equal(feed(again, q, kv, [1, 9, 17]), feed(cache, q, kv, [1, 9, 17]))
 
 
@@ -159,7 +159,7 @@ def test_prefix_reuse_feeds_what_the_window_has_lost(model):
         new = old[:common] + [(5 * i + 1) % 300 for i in range(9)]
         held, fresh = (PrefixCache(model.make_cache(settings), settings) for _ in range(2))
         model(mx.array([old]), 0, held.layers)
-        held.record(old)
+        held.set_ids(old)
         rest = held.reuse(new)
         assert rest == new[len(held.ids) :]
         assert len(held.ids) == (common if common <= 4 or common > 40 - Window.SLACK - 1 else 4)
@@ -192,7 +192,7 @@ def test_a_conversation_keeps_its_system_prompt(llama31):
         fresh = PrefixCache(model.make_cache(own), own)
         logits = model.residual(mx.array([chat.prompt_ids]), 0, fresh.layers)[:, -1]
         assert model.head(logits).argmax().item() == said[0].token
-    assert len(chat.ids) > 60 and not chat.cache[0].complete
+    assert len(chat.ids) > 60 and not chat.cache[0].holds_all
     before = chat.messages
     list(chat.retry(max_tokens=20))
     assert chat.messages == before

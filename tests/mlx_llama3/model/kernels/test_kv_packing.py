@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mlx_llama3.model.kernels.kv_packing import RecordLayout, pack, unpack
+from mlx_llama3.model.kernels.kv_packing import PackedLayout, pack, unpack
 
 import mlx.core as mx
 
@@ -12,7 +12,7 @@ import mlx.core as mx
     ("head_dim", "value_bits", "nbytes"), [(64, 4, 108), (64, 8, 136), (128, 4, 216), (128, 8, 272), (192, 4, 324)]
 )
 def test_sizes(head_dim, value_bits, nbytes):
-    layout = RecordLayout(head_dim, value_bits)
+    layout = PackedLayout(head_dim, value_bits)
     records = pack(mx.random.normal((2, 3, 2, 5, head_dim)), layout)
     assert records.shape == (3, 2, 5, layout.words) and records.dtype == mx.uint32
     assert 4 * layout.words == nbytes
@@ -22,7 +22,7 @@ def test_sizes(head_dim, value_bits, nbytes):
 
 def test_numbers_are_packed_as_mlx_packs_them():
     """Views of a record give `mx.dequantize` what it wants: scale times number, plus bias."""
-    layout = RecordLayout(64, 4)
+    layout = PackedLayout(64, 4)
     (records,) = pack(mx.random.normal((2, 1, 1, 1, 64)), layout)[0]
     words = np.array(records[0])
     values = words[16:24]
@@ -38,7 +38,7 @@ def test_numbers_are_packed_as_mlx_packs_them():
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_products_without_unpacking(head_dim, value_bits):
     """Rows by keys, and by values, as with the unpacked numbers in float64, to 1e-6 of the largest."""
-    layout = RecordLayout(head_dim, value_bits)
+    layout = PackedLayout(head_dim, value_bits)
     kv = mx.random.normal((2, 2, 3, 40, head_dim), key=mx.random.key(1)) + mx.arange(head_dim) / 10
     records = pack(kv, layout)[:, :, 3:]
     keys, values = (np.array(each, np.float64) for each in unpack(records, layout, mx.float32))
@@ -54,5 +54,5 @@ def test_products_without_unpacking(head_dim, value_bits):
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
 def test_types_of_16_bits_are_measured_in_float32(dtype):
     """Scales and biases are the same as of the same numbers in float32."""
-    layout, kv = RecordLayout(64, 4), mx.random.normal((2, 1, 1, 9, 64)).astype(dtype)
+    layout, kv = PackedLayout(64, 4), mx.random.normal((2, 1, 1, 9, 64)).astype(dtype)
     np.testing.assert_array_equal(np.array(pack(kv, layout)), np.array(pack(kv.astype(mx.float32), layout)))

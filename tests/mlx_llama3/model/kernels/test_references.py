@@ -5,7 +5,7 @@ import pytest
 
 from mlx_llama3.model.kernels import add_rms_norm, rope_qkv, swiglu_qmv
 from mlx_llama3.model.layers.packed_linear import PackedLinear
-from mlx_llama3.model.layers.rope import Freqs
+from mlx_llama3.model.layers.rope import RopeTables
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -21,7 +21,7 @@ def normal(*shape, seed=0, dtype=mx.float32):
 
 def freqs(offset, head_dim=8):
     inverse = 10000.0 ** (-mx.arange(0, head_dim, 2, dtype=mx.float32) / head_dim)
-    return Freqs(mx.array(offset), inverse, 1.0 / inverse)
+    return RopeTables(mx.array(offset), inverse, 1.0 / inverse)
 
 
 def packed(bits=4, group=32, dim=64, hidden=8, mode="affine", dtype=mx.float32):
@@ -51,7 +51,7 @@ def test_rope_qkv(offset):
     assert q.shape == (B, n_heads, S, 8) and kv.shape == (2, B, n_kv_heads, S, 8)
     heads = double(qkv).reshape(B, S, 8, 8).transpose(0, 2, 1, 3)
     positions = np.broadcast_to(np.array(offset), (B,))[:, None] + np.arange(S)
-    turn = np.exp(1j * positions[:, None, :, None] * double(turning.inverse))
+    turn = np.exp(1j * positions[:, None, :, None] * double(turning.inv_freq))
     turned = (heads[..., :4] + 1j * heads[..., 4:]) * turn
     turned = np.concatenate([turned.real, turned.imag], axis=-1)
     np.testing.assert_allclose(q, turned[:, :4], atol=1e-3)

@@ -10,7 +10,7 @@ import pytest
 from quantized_attention import attention64, inputs
 
 from mlx_llama3.model.kernels import sdpa_quantized
-from mlx_llama3.model.kernels.kv_packing import RecordLayout
+from mlx_llama3.model.kernels.kv_packing import PackedLayout
 
 import mlx.core as mx
 
@@ -20,7 +20,7 @@ import mlx.core as mx
 @pytest.mark.parametrize("lengths", [(1, 0), (40, 0), (5, 1), (100, 300)], ids=str)
 @pytest.mark.parametrize(("group", "S", "B"), [(1, 1, 1), (3, 1, 2), (4, 5, 1), (16, 1, 1)])
 def test_reference_against_float64(head_dim, value_bits, lengths, group, S, B):
-    layout = RecordLayout(head_dim, value_bits)
+    layout = PackedLayout(head_dim, value_bits)
     lengths = (max(S, lengths[0]), lengths[1])
     arrays = inputs(layout, lengths, group=group, S=S, B=B)
     found = sdpa_quantized.reference(*arrays, lengths, head_dim**-0.5, layout)
@@ -30,7 +30,7 @@ def test_reference_against_float64(head_dim, value_bits, lengths, group, S, B):
 
 @pytest.mark.parametrize(("dtype", "unit"), [(mx.float16, 2**-11), (mx.bfloat16, 2**-8)], ids=str)
 def test_reference_rounds_only_its_output(dtype, unit):
-    layout, lengths = RecordLayout(64, 4), (50, 200)
+    layout, lengths = PackedLayout(64, 4), (50, 200)
     arrays = inputs(layout, lengths, dtype=dtype)
     found = sdpa_quantized.reference(*arrays, lengths, 0.125, layout)
     assert found.dtype == dtype
@@ -39,7 +39,7 @@ def test_reference_rounds_only_its_output(dtype, unit):
 
 
 def refused(change: Callable[[dict], dict]) -> bool:
-    layout = RecordLayout(64, 4)
+    layout = PackedLayout(64, 4)
     q, dense, records = inputs(layout, (8, 8))
     given = {"q": q, "dense": dense, "records": records, "layout": layout}
     assert sdpa_quantized.takes(**given)
@@ -47,7 +47,7 @@ def refused(change: Callable[[dict], dict]) -> bool:
 
 
 def test_takes_its_types_and_sizes_and_leaves_the_rest():
-    layout = RecordLayout(192, 4)
+    layout = PackedLayout(192, 4)
     assert refused(lambda given: {"q": given["q"].astype(mx.float16)})
     assert refused(lambda given: {name: given[name].astype(mx.int32) for name in ("q", "dense")})
     assert refused(
@@ -60,7 +60,7 @@ def test_takes_its_types_and_sizes_and_leaves_the_rest():
 
 def test_what_the_kernel_does_not_take_goes_to_the_reference():
     """Heads of 192, without Metal: equal bits, no kernel called."""
-    layout, lengths = RecordLayout(192, 8), (9, 20)
+    layout, lengths = PackedLayout(192, 8), (9, 20)
     arrays = inputs(layout, lengths)
     results = [way(*arrays, lengths, 0.1, layout) for way in (sdpa_quantized.fused, sdpa_quantized.reference)]
     np.testing.assert_array_equal(*map(np.array, results))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mlx_llama3.model.layers import tiled_linear as cpu
-from mlx_llama3.model.layers.attention import attend, fitting_chunk
+from mlx_llama3.model.layers.attention import fitting_chunk, scaled_dot_product_attention
 
 import mlx.core as mx
 
@@ -41,7 +41,7 @@ def in_float64(q: mx.array, keys: mx.array, values: mx.array, scale: float, *, c
 @pytest.mark.parametrize(("batch", "n_heads", "n_kv_heads"), [(1, 9, 3), (1, 8, 1), (2, 4, 4), (3, 16, 8)])
 def test_one_position(cores, batch, n_heads, n_kv_heads, length):
     given = inputs(batch, n_heads, n_kv_heads, 1, length)
-    out = attend(*given, 0.3, None)
+    out = scaled_dot_product_attention(*given, 0.3, None)
     assert out.shape == (batch, n_heads, 1, 32)
     np.testing.assert_allclose(np.array(out), in_float64(*given, 0.3), atol=2e-6)
 
@@ -49,7 +49,7 @@ def test_one_position(cores, batch, n_heads, n_kv_heads, length):
 def test_scores_beyond_what_a_power_can_hold():
     q, keys, values = inputs(1, 4, 2, 1, 4100)
     keys[:, :, 7] = q[:, ::2, 0] * 100  # each of the first heads sees this position alone
-    out = attend(q, keys, values, 10.0, None)
+    out = scaled_dot_product_attention(q, keys, values, 10.0, None)
     np.testing.assert_allclose(np.array(out)[:, ::2, 0], np.array(values[:, :, 7]), atol=1e-6)
     assert np.isfinite(np.array(out)).all()
 
@@ -59,14 +59,14 @@ def test_what_goes_the_long_way(mask):
     given = inputs(1, 4, 2, 5, 12)
     mask = mx.arange(12) <= mx.arange(7, 12)[:, None] if mask == "array" else mask
     expected = mx.fast.scaled_dot_product_attention(*given, scale=0.3, mask=mask)
-    np.testing.assert_allclose(np.array(attend(*given, 0.3, mask)), np.array(expected), atol=1e-6)
+    np.testing.assert_allclose(np.array(scaled_dot_product_attention(*given, 0.3, mask)), np.array(expected), atol=1e-6)
     half = [each.astype(mx.float16) for each in inputs(1, 4, 2, 1, 12)]
-    assert attend(*half, 0.3, None).dtype == mx.float16
+    assert scaled_dot_product_attention(*half, 0.3, None).dtype == mx.float16
 
 
 def test_a_mask_counts_for_one_position_too():
     q, keys, values = inputs(1, 4, 2, 1, 12)
-    out = attend(q, keys, values, 0.3, mx.arange(12) < 5)
+    out = scaled_dot_product_attention(q, keys, values, 0.3, mx.arange(12) < 5)
     np.testing.assert_allclose(np.array(out), in_float64(q, keys[:, :, :5], values[:, :, :5], 0.3), atol=2e-6)
 
 
@@ -74,7 +74,7 @@ def test_a_mask_counts_for_one_position_too():
 @pytest.mark.parametrize(("batch", "n_heads", "n_kv_heads"), [(1, 9, 3), (2, 4, 4)])
 def test_a_prompt(cores, batch, n_heads, n_kv_heads, new, length):
     given = inputs(batch, n_heads, n_kv_heads, new, length)
-    out = attend(*given, 0.3, "causal")
+    out = scaled_dot_product_attention(*given, 0.3, "causal")
     assert out.shape == (batch, n_heads, new, 32)
     np.testing.assert_allclose(np.array(out), in_float64(*given, 0.3, causal=True), atol=3e-6)
 

@@ -5,7 +5,7 @@ import pytest
 from tiny_models import tiny_args
 
 from mlx_llama3.model.config import RopeScaling
-from mlx_llama3.model.layers.rope import Rope, inverse_frequencies, rotate
+from mlx_llama3.model.layers.rope import Rope, inv_freq_of, rotate
 
 import mlx.core as mx
 
@@ -32,9 +32,7 @@ def reference_inverse(theta: float, head_dim: int, factor: float | None) -> np.n
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_inverse_frequencies(factor, head_dim):
     args = tiny_args(head_dim=head_dim, rope_theta=500000.0, rope_scaling=factor and RopeScaling(factor))
-    np.testing.assert_allclose(
-        np.array(inverse_frequencies(args)), reference_inverse(500000.0, head_dim, factor), rtol=1e-6
-    )
+    np.testing.assert_allclose(np.array(inv_freq_of(args)), reference_inverse(500000.0, head_dim, factor), rtol=1e-6)
 
 
 @pytest.mark.parametrize("start", [0, 1, 7, 5000])

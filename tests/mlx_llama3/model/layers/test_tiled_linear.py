@@ -25,7 +25,7 @@ def cores(request, monkeypatch):
 def test_equals_a_whole_product(cores, rows, shape):
     weight = mx.random.normal((rows, 64), key=mx.random.key(0))
     x = mx.random.normal(shape, key=mx.random.key(1))
-    y = cpu.SpreadLinear(weight)(x)
+    y = cpu.TiledLinear(weight)(x)
     assert y.shape == (*shape[:-1], rows)
     assert mx.abs(y - x @ weight.T).max().item() < 1e-5
 
@@ -35,7 +35,7 @@ def test_equals_a_whole_product(cores, rows, shape):
 def test_rows_of_x_go_together_in_groups(cores, rows, count):
     weight = mx.random.normal((rows, 640), key=mx.random.key(0)) / 25
     x = mx.random.normal((1, count, 640), key=mx.random.key(1))
-    y = cpu.SpreadLinear(weight)(x)
+    y = cpu.TiledLinear(weight)(x)
     assert y.shape == (1, count, rows)
     assert mx.abs(y - x @ weight.T).max().item() < 1e-5
 
@@ -50,7 +50,7 @@ def test_rows_of_x_go_together_in_groups(cores, rows, count):
     ],
 )
 def test_groups_are_as_large_as_the_small_kernels_take(width, counts):
-    assert {count: cpu._cut(count, width) for count in counts} == counts
+    assert {count: cpu._row_groups(count, width) for count in counts} == counts
 
 
 @pytest.mark.parametrize("count", [50, 300])  # too many groups; too many rows
@@ -68,7 +68,7 @@ def test_what_mlx_cannot_count_is_cut(cores, count, monkeypatch):
     monkeypatch.setattr(cpu, "_cut", lambda count, width: (-(-count // 5), 5))
     monkeypatch.setattr(cpu, "_COUNTED", 40 * 64 * 32)  # as many as 40 tiles have
     monkeypatch.setattr(mx.array, "__matmul__", noted)
-    assert mx.abs(cpu.SpreadLinear(weight)(x) - expected).max().item() < 1e-5
+    assert mx.abs(cpu.TiledLinear(weight)(x) - expected).max().item() < 1e-5
     assert 0 < max(sizes) < 40 * 64 * 32
 
 
@@ -77,14 +77,14 @@ def test_a_product_beyond_what_mlx_counts():
     x, tiles = mx.random.normal((64, 15_000), key=mx.random.key(0)), mx.zeros((40, 15_000, 64))
     tiles[-1] = mx.random.normal((15_000, 64), key=mx.random.key(1))
     mx.eval(x, tiles)
-    y = cpu.times(x[None], tiles)
+    y = cpu.tiled_matmul(x[None], tiles)
     assert mx.abs(y[-1] - x @ tiles[-1]).max().item() < 1e-2
     assert mx.abs(y[:-1]).max().item() == 0
 
 
 def test_embedding_and_tied_head(cores):
     weight = mx.random.normal((77, 64), key=mx.random.key(0))
-    embedding = cpu.SpreadEmbedding(weight)
+    embedding = cpu.TiledEmbedding(weight)
     tokens = mx.array([[0, 76, 5]])
     assert mx.array_equal(embedding(tokens), weight[tokens]).item()
     x = weight[tokens]
@@ -92,20 +92,20 @@ def test_embedding_and_tied_head(cores):
 
 
 def test_a_new_weight_counts(cores):
-    layer = cpu.SpreadLinear(mx.ones((8, 64)))
+    layer = cpu.TiledLinear(mx.ones((8, 64)))
     x = mx.ones((1, 64))
     assert layer(x).tolist() == [[64.0] * 8]
     layer.weight = mx.zeros((8, 64))
     assert layer(x).tolist() == [[0.0] * 8]
     assert layer.weight.tolist() == mx.zeros((8, 64)).tolist()
-    layer.update(cpu.SpreadLinear(mx.full((8, 64), 2.0)).parameters())
+    layer.update(cpu.TiledLinear(mx.full((8, 64), 2.0)).parameters())
     assert layer(mx.ones((2, 64))).tolist() == [[128.0] * 8] * 2
 
 
 @pytest.mark.parametrize("rows", [1, 63, 64, 130])
 def test_the_matrix_and_its_rows_can_be_read(rows):
     weight = mx.random.normal((rows, 32), key=mx.random.key(0))
-    layer = cpu.SpreadLinear(weight)
+    layer = cpu.TiledLinear(weight)
     assert mx.array_equal(layer.weight, weight).item()
     assert all(mx.array_equal(layer.row(index), weight[index]).item() for index in range(rows))
     assert [name for name, _ in nn.utils.tree_flatten(layer.parameters())] == ["tiles"]
@@ -113,7 +113,7 @@ def test_the_matrix_and_its_rows_can_be_read(rows):
 
 def test_from_another_thread():
     """MLX's streams belong to the thread that made them; a model loaded in one thread runs in another."""
-    layer, x = cpu.SpreadLinear(mx.random.normal((96, 64))), mx.ones((1, 64))
+    layer, x = cpu.TiledLinear(mx.random.normal((96, 64))), mx.ones((1, 64))
     expected, found = layer(x).tolist(), []
     thread = threading.Thread(target=lambda: found.append(layer(x).tolist()))
     thread.start()
@@ -141,7 +141,7 @@ def test_a_loaded_model_has_only_such_layers_and_no_second_copy(tmp_path):
     model = load_model(write_folder(tmp_path, args, quantized(random_weights(args)), quantization=settings))
     kinds = {type(leaf) for _, leaf in nn.utils.tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module)}
     assert kinds & {nn.Linear, nn.QuantizedLinear, nn.Embedding, nn.QuantizedEmbedding} == set()
-    assert {cpu.SpreadLinear, cpu.SpreadEmbedding} <= kinds
+    assert {cpu.TiledLinear, cpu.TiledEmbedding} <= kinds
     before = mx.get_active_memory()
     mx.eval(model(mx.array([[1, 2, 3]])))
     assert mx.get_active_memory() - before < 100_000  # the streams' parts are views: the weights are 800 kB

@@ -9,22 +9,22 @@ from mlx_llama3.model.cache.kv_cache import KVCache
 from mlx_llama3.model.cache.settings import CacheSettings
 from mlx_llama3.model.residual import plain
 from mlx_llama3.model.transformer import Transformer
-from mlx_llama3.parallel.leader import fingerprint, load_part
+from mlx_llama3.parallel.rank0 import fingerprint, load_shard
 from mlx_llama3.parallel.world import World
 
 import mlx.core as mx
 
 
-def follow(world: World, find: Callable[[str], Path]) -> None:
+def run_worker(world: World, find: Callable[[str], Path]) -> None:
     """Run what rank 0 tells, until it ends. `find` gives the folder of a model by the name that rank 0 has for it."""
-    follower = Follower(world, find)
+    worker = Worker(world, find)
     with world.connections.watched(world.rank):
-        while (message := world.hear())["op"] != "end":
-            follower.do(message)
+        while (message := world.next_message())["op"] != "end":
+            worker.do(message)
         world.connections.part(world.agree)
 
 
-class Follower:
+class Worker:
     """The models and caches that rank 0 knows under their numbers, in so far as they are here."""
 
     def __init__(self, world: World, find: Callable[[str], Path]) -> None:
@@ -50,10 +50,10 @@ class Follower:
         model, shape = self._models[message["model"]], tuple(message["shape"])
         if message["op"] == "head":
             x = mx.zeros(shape, getattr(mx, message["dtype"]))
-            mx.eval(model.unembed(self._world.from_front(x)))
+            mx.eval(model.unembed(self._world.from_rank0(x)))
             return
         run = model if message["op"] == "logits" else model.residual
-        tokens = self._world.from_front(mx.zeros(shape, mx.int32))
+        tokens = self._world.from_rank0(mx.zeros(shape, mx.int32))
         mx.async_eval(tokens)  # also where only their number matters, as in a pipeline: all ranks must take part
         mx.eval(plain(run(tokens, message["at"], self._cache(message, model))))
 
@@ -62,7 +62,7 @@ class Follower:
         error = ""
         try:
             folder = self._folder(message)
-            self._models[message["model"]] = load_part(folder, self._world, pipeline=message["pipeline"])
+            self._models[message["model"]] = load_shard(folder, self._world, pipeline=message["pipeline"])
         except UserError as fault:
             error = str(fault)
         if self._world.agree(error):  # rank 0 tells the person

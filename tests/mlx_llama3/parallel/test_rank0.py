@@ -11,8 +11,8 @@ from tiny_models import tiny_args
 from mlx_llama3.errors import UserError
 from mlx_llama3.model.cache.kv_cache import KVCache
 from mlx_llama3.model.cache.settings import CacheSettings
-from mlx_llama3.parallel import leader
-from mlx_llama3.parallel.leader import Leader, LeadTransformer, Ticket
+from mlx_llama3.parallel import rank0 as leader
+from mlx_llama3.parallel.rank0 import Rank0, Rank0Transformer, Ticket
 
 import mlx.core as mx
 
@@ -28,11 +28,11 @@ class Alone:
         self.together, self.told = False, []
         self.connections = SimpleNamespace(part=lambda last: last())
 
-    def tell(self, message: dict[str, Any]) -> None:
+    def broadcast(self, message: dict[str, Any]) -> None:
         assert self.together
         self.told.append(message)
 
-    def from_front(self, x: mx.array) -> mx.array:
+    def from_rank0(self, x: mx.array) -> mx.array:
         assert self.together
         return x
 
@@ -46,13 +46,13 @@ def world() -> Alone:
 
 
 @pytest.fixture
-def model(world: Alone) -> LeadTransformer:
-    model = LeadTransformer(tiny_args(), Leader(world))
+def model(world: Alone) -> Rank0Transformer:
+    model = Rank0Transformer(tiny_args(), Rank0(world))
     model._ticket = Ticket(100)
     return model
 
 
-def test_a_pass_is_told_once_whatever_it_calls(world: Alone, model: LeadTransformer):
+def test_a_pass_is_told_once_whatever_it_calls(world: Alone, model: Rank0Transformer):
     cache = model.make_cache(CacheSettings(max_kv_size=8))
     model(TOKENS, 0, cache)
     model.residual(TOKENS[:, :1], 3, cache)
@@ -66,7 +66,7 @@ def test_a_pass_is_told_once_whatever_it_calls(world: Alone, model: LeadTransfor
     assert not world.together
 
 
-def test_a_prefix_is_a_cache_of_its_own_and_both_are_dropped_when_they_are_gone(world: Alone, model: LeadTransformer):
+def test_a_prefix_is_a_cache_of_its_own_and_both_are_dropped_when_they_are_gone(world: Alone, model: Rank0Transformer):
     cache = model.make_cache()
     model(TOKENS, 0, cache)
     twin = [entry.prefix(2) for entry in cache]
@@ -81,7 +81,7 @@ def test_a_prefix_is_a_cache_of_its_own_and_both_are_dropped_when_they_are_gone(
     assert "drop" not in world.told[-1]
 
 
-def test_what_is_wrong_is_found_before_anybody_is_told(world: Alone, model: LeadTransformer):
+def test_what_is_wrong_is_found_before_anybody_is_told(world: Alone, model: Rank0Transformer):
     with pytest.raises(ValueError, match="start_pos is 2"):
         model(TOKENS, 2, model.make_cache())
     with pytest.raises(ValueError, match="tokens have shape"):
@@ -96,22 +96,22 @@ def test_what_is_wrong_is_found_before_anybody_is_told(world: Alone, model: Lead
     assert world.told == []
 
 
-def test_ctrl_c_waits_until_the_pass_is_queued(world: Alone, model: LeadTransformer):
+def test_ctrl_c_waits_until_the_pass_is_queued(world: Alone, model: Rank0Transformer):
     def press(x: mx.array) -> mx.array:
         signal.raise_signal(signal.SIGINT)
         return x
 
     cache = model.make_cache()
-    world.from_front = press
+    world.from_rank0 = press
     with pytest.raises(KeyboardInterrupt):
         model(TOKENS, 0, cache)
     assert [entry.offset for entry in cache] == [3, 3, 3]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    model._leader.end()
+    model._rank0.end()
     assert world.told[-1]["op"] == "end"
 
 
-def test_ctrl_c_before_a_pass_is_told_leaves_it_untold(world: Alone, model: LeadTransformer, monkeypatch):
+def test_ctrl_c_before_a_pass_is_told_leaves_it_untold(world: Alone, model: Rank0Transformer, monkeypatch):
     cache, gone = model.make_cache(), model.make_cache()
     model(TOKENS, 0, gone)
     del gone
@@ -125,14 +125,14 @@ def test_ctrl_c_before_a_pass_is_told_leaves_it_untold(world: Alone, model: Lead
     assert "settings" in then and then["drop"] == [first["cache"]]
 
 
-def test_after_a_fault_inside_a_pass_nothing_more_is_told(world: Alone, model: LeadTransformer):
+def test_after_a_fault_inside_a_pass_nothing_more_is_told(world: Alone, model: Rank0Transformer):
     def fail(x: mx.array) -> mx.array:
         raise MemoryError
 
-    world.from_front = fail
+    world.from_rank0 = fail
     with pytest.raises(MemoryError):
         model(TOKENS)
     with pytest.raises(UserError, match="a pass has failed, .*; start all of them again"):
         model(TOKENS)
-    model._leader.end()
+    model._rank0.end()
     assert [each["op"] for each in world.told] == ["logits"]

@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from mlx_llama3.autotune.choice import asked_way
+from mlx_llama3.autotune.choice import requested_kernels
 from mlx_llama3.checkpoint.folder import read_settings
 from mlx_llama3.checkpoint.loading import load_model
 from mlx_llama3.errors import UserError
@@ -27,8 +27,8 @@ from mlx_llama3.model.config import ModelArgs
 from mlx_llama3.model.kernels.kernel_set import FUSED
 from mlx_llama3.model.residual import plain
 from mlx_llama3.model.transformer import Transformer
-from mlx_llama3.parallel.pipeline import PipelinePart, PipelineTransformer
-from mlx_llama3.parallel.tensor import TensorPart
+from mlx_llama3.parallel.pipeline import PipelineShard, PipelineTransformer
+from mlx_llama3.parallel.tensor import TensorShard
 from mlx_llama3.parallel.world import World, launched, world
 from mlx_llama3.system.memory import hold_wired
 from mlx_llama3.tokenizer.tokenizer import Tokenizer, load_tokenizer
@@ -37,9 +37,9 @@ import mlx.core as mx
 
 
 @cache
-def leader() -> "Leader | None":
+def this_rank0() -> "Rank0 | None":
     """This process as rank 0; None where there is one process only."""
-    return Leader(world()) if launched() else None
+    return Rank0(world()) if launched() else None
 
 
 class Ticket:
@@ -50,7 +50,7 @@ class Ticket:
         self.owner = None if owner is None else weakref.ref(owner)
 
 
-class Leader:
+class Rank0:
     """What rank 0 tells the others. `pipeline` chooses how models that are loaded from now on are split."""
 
     def __init__(self, world: World) -> None:
@@ -77,7 +77,7 @@ class Leader:
         error, model = "", None
         with self._telling(message):
             try:
-                model = load_part(folder, self.world, pipeline=self.pipeline, leader=self)
+                model = load_shard(folder, self.world, pipeline=self.pipeline, rank0=self)
             except UserError as fault:
                 error = str(fault)
             error = self.world.agree(error)
@@ -105,7 +105,7 @@ class Leader:
         with self._telling(message | self._cache(cache, start_pos)):
             if cache is not None:
                 cache[0].ticket.told = True
-            out = plain(run(self.world.from_front(tokens.astype(mx.int32)), start_pos, cache))
+            out = plain(run(self.world.from_rank0(tokens.astype(mx.int32)), start_pos, cache))
             mx.async_eval(out)
         return out
 
@@ -115,7 +115,7 @@ class Leader:
             return run(x)
         dtype = str(x.dtype).removeprefix("mlx.core.")
         with self._telling({"op": "head", "model": model._ticket.number, "shape": x.shape, "dtype": dtype}):
-            out = run(self.world.from_front(x))
+            out = run(self.world.from_rank0(x))
             mx.async_eval(out)
         return out
 
@@ -135,7 +135,7 @@ class Leader:
         """How to find or make a cache, for a message. Raises `UserError` for one whose contents the others lack."""
         if cache is None:
             return {}
-        ticket, how = getattr(cache[0], "ticket", None), {}
+        ticket, quantization = getattr(cache[0], "ticket", None), {}
         if ticket is None or (start_pos and not ticket.told):
             raise UserError(
                 "the other ranks do not have this cache, which was read from a file or serves several answers; start "
@@ -143,11 +143,11 @@ class Leader:
             )
         if ticket.owner() is not cache[0]:  # `prefix` copied the layer, and with it the ticket
             if ticket.told:
-                how = {"of": ticket.number}
+                quantization = {"of": ticket.number}
             ticket = cache[0].ticket = self._ticket(cache[0], ticket.settings)
         if not ticket.told:
-            how |= {"settings": asdict(ticket.settings)}
-        return {"cache": ticket.number} | how
+            quantization |= {"settings": asdict(ticket.settings)}
+        return {"cache": ticket.number} | quantization
 
     def _ticket(self, owner: KVCache | None = None, settings: CacheSettings = DEFAULT) -> Ticket:
         ticket = Ticket(next(self._numbers), owner, settings)
@@ -164,7 +164,7 @@ class Leader:
             dropped = [self._dropped.pop() for _ in range(len(self._dropped))]
             self.world.together = True
             try:
-                self.world.tell(message | ({"drop": dropped} if dropped else {}))
+                self.world.broadcast(message | ({"drop": dropped} if dropped else {}))
                 yield
             except BaseException:
                 self._broken = True
@@ -173,60 +173,60 @@ class Leader:
                 self.world.together = False
 
 
-class _Leads(Transformer):
-    """What both kinds of rank 0's part share: `_leader` runs each pass on all ranks."""
+class _Rank0Model(Transformer):
+    """What both kinds of rank 0's part share: `_rank0` runs each pass on all ranks."""
 
-    _leader: Leader
+    _rank0: Rank0
 
     @property
     def is_whole(self) -> bool:
         return False
 
     def need_whole(self) -> None:
-        raise self._leader.world.not_whole()
+        raise self._rank0.world.not_whole()
 
     def residual(self, tokens: mx.array, start_pos: int = 0, cache: list[KVCache] | None = None) -> mx.array:
-        return self._leader.run("residual", super().residual, self, tokens, start_pos, cache)
+        return self._rank0.run("residual", super().residual, self, tokens, start_pos, cache)
 
     def make_cache(self, settings: CacheSettings = DEFAULT) -> list[KVCache]:
-        return self._leader.register(super().make_cache(settings), settings)
+        return self._rank0.register(super().make_cache(settings), settings)
 
 
-class LeadTransformer(_Leads):
+class Rank0Transformer(_Rank0Model):
     """Rank 0's part of a model whose matrices are split."""
 
-    def __init__(self, args: ModelArgs, leader: Leader) -> None:
+    def __init__(self, args: ModelArgs, rank0: Rank0) -> None:
         super().__init__(args)
-        self._leader = leader
+        self._rank0 = rank0
 
     def __call__(self, tokens: mx.array, start_pos: int = 0, cache: list[KVCache] | None = None) -> mx.array:
-        return self._leader.run("logits", super().__call__, self, tokens, start_pos, cache)
+        return self._rank0.run("logits", super().__call__, self, tokens, start_pos, cache)
 
     def unembed(self, x: mx.array) -> mx.array:
-        return self._leader.run_head(super().unembed, self, x)
+        return self._rank0.run_head(super().unembed, self, x)
 
 
-class LeadPipeline(_Leads, PipelineTransformer):
+class Rank0Pipeline(_Rank0Model, PipelineTransformer):
     """Rank 0's layers of a model whose layers are split; the embedding and the head are whole."""
 
-    def __init__(self, args: ModelArgs, part: PipelinePart, leader: Leader) -> None:
+    def __init__(self, args: ModelArgs, part: PipelineShard, rank0: Rank0) -> None:
         super().__init__(args, part)
-        self._leader = leader
+        self._rank0 = rank0
 
 
-def load_part(folder: Path, world: World, *, pipeline: bool, leader: Leader | None = None) -> Transformer:
+def load_shard(folder: Path, world: World, *, pipeline: bool, rank0: Rank0 | None = None) -> Transformer:
     """This rank's part of a model, ready to run; on rank 0 as a model that leads. Raises `UserError` as `load_model`.
 
     Fused kernels serve only where `MLX_LLAMA3_KERNELS` is fused: the trial that chooses them otherwise runs whole
     passes, in which the other ranks would have to take part.
     """
-    fused = asked_way() == "fused"
+    fused = requested_kernels() == "fused"
     if pipeline:
-        made = None if leader is None else lambda args, part: LeadPipeline(args, part, leader)
-        model = load_model(folder, part=PipelinePart(world, made))
+        made = None if rank0 is None else lambda args, part: Rank0Pipeline(args, part, rank0)
+        model = load_model(folder, part=PipelineShard(world, made))
     else:
-        made = None if leader is None else lambda args: LeadTransformer(args, leader)
-        model = load_model(folder, part=TensorPart(world, made))
+        made = None if rank0 is None else lambda args: Rank0Transformer(args, rank0)
+        model = load_model(folder, part=TensorShard(world, made))
     hold_wired(model)
     if fused:
         model.use(FUSED)
