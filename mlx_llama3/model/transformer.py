@@ -51,7 +51,7 @@ class Attention(nn.Module):
         if cache is None:
             out = scaled_dot_product_attention(q, kv[0, ...], kv[1, ...], self.scale, mask)
         else:
-            out = cache.scaled_dot_product_attention(q, kv, self.scale, mask)
+            out = cache.attend(q, kv, self.scale, mask)
         return self.join(out)
 
     def project(self, x: mx.array, start_pos: StartPos, freqs: RopeTables) -> tuple[mx.array, mx.array]:

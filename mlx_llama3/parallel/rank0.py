@@ -135,7 +135,7 @@ class Rank0:
         """How to find or make a cache, for a message. Raises `UserError` for one whose contents the others lack."""
         if cache is None:
             return {}
-        ticket, quantization = getattr(cache[0], "ticket", None), {}
+        ticket, origin = getattr(cache[0], "ticket", None), {}
         if ticket is None or (start_pos and not ticket.told):
             raise UserError(
                 "the other ranks do not have this cache, which was read from a file or serves several answers; start "
@@ -143,11 +143,11 @@ class Rank0:
             )
         if ticket.owner() is not cache[0]:  # `prefix` copied the layer, and with it the ticket
             if ticket.told:
-                quantization = {"of": ticket.number}
+                origin = {"of": ticket.number}
             ticket = cache[0].ticket = self._ticket(cache[0], ticket.settings)
         if not ticket.told:
-            quantization |= {"settings": asdict(ticket.settings)}
-        return {"cache": ticket.number} | quantization
+            origin |= {"settings": asdict(ticket.settings)}
+        return {"cache": ticket.number} | origin
 
     def _ticket(self, owner: KVCache | None = None, settings: CacheSettings = DEFAULT) -> Ticket:
         ticket = Ticket(next(self._numbers), owner, settings)

@@ -8,7 +8,7 @@ import mlx.core as mx
 class _Place:
     """A cache that remembers nothing but how far it is."""
 
-    steady = 100
+    max_draft = 100
 
     def __init__(self) -> None:
         self.offset, self.state = 0, []

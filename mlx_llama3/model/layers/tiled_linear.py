@@ -50,8 +50,8 @@ def n_cpu_streams() -> int:
 def cpu_streams() -> list[mx.Stream]:
     """The calling thread's CPU streams, its default one first: MLX's streams belong to the thread that made them."""
     if not hasattr(_own, "streams"):
-        _own.cpu_streams = [mx.default_stream(mx.cpu), *(mx.new_stream(mx.cpu) for _ in range(n_cpu_streams() - 1))]
-    return _own.cpu_streams
+        _own.streams = [mx.default_stream(mx.cpu), *(mx.new_stream(mx.cpu) for _ in range(n_cpu_streams() - 1))]
+    return _own.streams
 
 
 def split_ranges(size: int) -> list[tuple[int, int]]:

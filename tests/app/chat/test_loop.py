@@ -200,7 +200,7 @@ def test_a_slash_inside_or_after_a_space_is_a_message(talk, tmp_path) -> None:
         (f"/save {'x' * 300}", f"{'x' * 300}: cannot save the conversation: File name too long"),
         ("/load", "name the file: /load FILE"),
         ("/load ~nobody-here/talk.json", "~nobody-here/talk.json: there can be no such file: "),
-        ("/load missing.json", "missing.json: cannot read the conversation: No such file or directory"),
+        ("/load missing.json", "missing.json: no such file"),
         ("/set warmth 1", "there is no setting 'warmth'; /set shows all"),
         ("/set temprature 1", "there is no setting 'temprature', did you mean temperature?; /set shows all"),
         ("/set temperature", "temperature: '' is not a number; as in /set temperature T"),
@@ -287,7 +287,7 @@ def test_save_replaces_conversations_only(talk, tmp_path) -> None:
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        (("--resume", "missing.json"), "missing.json: cannot read the conversation: No such file or directory"),
+        (("--resume", "missing.json"), "missing.json: no such file"),
         (("--context", "99999"), "a context of 99999 tokens is asked for; this model takes from 1 to"),
         (("--system", " "), "message 1 (system) is empty"),
     ],
@@ -302,7 +302,7 @@ def test_bad_options(talk, options, complaint) -> None:
 def test_a_damaged_file_is_named(talk, tmp_path) -> None:
     file = tmp_path / "talk.json"
     file.write_bytes(b"\xff")
-    assert talk(options=("--resume", str(file)))[2].startswith(f"error: {file} is not a saved conversation: it is not")
+    assert talk(options=("--resume", str(file)))[2].startswith(f"error: {file} is not UTF-8 text")
     file.write_text("{}")
     assert talk(options=("--resume", str(file)))[2].startswith(f"error: {file} is not a saved conversation: it has no")
 

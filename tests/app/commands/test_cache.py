@@ -97,9 +97,9 @@ def test_ctrl_c_while_the_text_is_read(demo_folder, text, tmp_path, ignored, cod
     script = (
         "import os, signal, sys\n"
         f"if {ignored}: signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
-        "from app import cli, prompt_caches\n"
+        "from app import cli; from app.options import prompt_cache\n"
         "def prefill(*_, **__): os.kill(os.getpid(), signal.SIGINT); sys.exit(3)\n"
-        f"prompt_caches.prefill = prefill; sys.exit(cli.main({words}))\n"
+        f"prompt_cache.prefill = prefill; sys.exit(cli.main({words}))\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (code, "")

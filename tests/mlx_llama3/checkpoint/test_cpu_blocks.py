@@ -18,7 +18,7 @@ ARGS = tiny_args(hidden_dim=320)  # 5 tiles: no number of streams but 1 divides 
 
 @pytest.fixture(params=[1, 2, 3, 8])
 def cores(request, monkeypatch):
-    monkeypatch.setattr(cpu, "n_streams", lambda: request.param)
+    monkeypatch.setattr(cpu, "n_cpu_streams", lambda: request.param)
     monkeypatch.setattr(cpu, "_own", threading.local())
     return request.param
 

@@ -50,7 +50,7 @@ def test_can_fail(demo, monkeypatch):
     model, _ = demo
     with monkeypatch.context() as patch:
         scaled = Rope(model.args)
-        scaled._inverse = scaled._inverse / 32  # every wavelength: a text this short would hide Llama's own scaling
+        scaled._inv_freq = scaled._inv_freq / 32  # every wavelength: a text this short would hide Llama's own scaling
         patch.setattr(model, "rope", scaled)
         assert not found(demo, 40, 0.6)[0]
     monkeypatch.setattr(KVCache, "positions", lambda self, length: 0)

@@ -52,7 +52,7 @@ def test_the_recommended_working_set_as_long_as_there_are_models(limits) -> None
 
 def test_it_is_put_back_at_exit() -> None:
     script = (
-        "import mlx_llama3, mlx.core as mx; from mlx_llama3.system.wired import hold_wired\n"
+        "import mlx_llama3, mlx.core as mx; from mlx_llama3.system.memory import hold_wired\n"
         "mx.metal.is_available = lambda: True\n"
         "mx.device_info = lambda device: {'max_recommended_working_set_size': 1000}\n"
         "mx.set_wired_limit = lambda limit: print(limit, flush=True) or 7\n"

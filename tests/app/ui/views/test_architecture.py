@@ -10,7 +10,7 @@ from view_page import HEAT, click
 
 import mlx_llama3
 from app.ui.session.selection import Cell
-from app.ui.views.source_cards import CARDS, Source, source
+from app.ui.views.source_cards import CARDS, SourceFile, source
 from app.ui.views.tensor_statistics import measure, weights
 from mlx_llama3.checkpoint import loading
 
@@ -22,7 +22,7 @@ def test_every_expression_stands_in_the_source_at_its_line(card):
     lines = card.find(source())
     assert lines
     for line in lines:
-        written = (ROOT / "mlx_llama3" / line.file).read_text(encoding="utf-8").splitlines()
+        written = (ROOT / line.file).read_text(encoding="utf-8").splitlines()
         assert line.text.splitlines()[0] in written[line.number - 1]
 
 
@@ -36,7 +36,7 @@ def test_the_block_is_the_two_lines_of_the_official_code():
 
 
 def test_source_that_has_moved_on_is_said_to_be_so():
-    other = Source("class Attention:\n    def __call__(self, x):\n        return x\n")
+    other = SourceFile("class Attention:\n    def __call__(self, x):\n        return x\n")
     with pytest.raises(LookupError, match="Attention.__call__ assigns q"):
         other.assigned("Attention", "__call__", "q")
     with pytest.raises(LookupError, match="calls self.wo"):

@@ -13,7 +13,7 @@ import mlx.core as mx
 
 @pytest.fixture(params=[1, 2, 3, 8])
 def cores(request, monkeypatch):
-    monkeypatch.setattr(cpu, "n_streams", lambda: request.param)
+    monkeypatch.setattr(cpu, "n_cpu_streams", lambda: request.param)
     monkeypatch.setattr(cpu, "_own", threading.local())
     return request.param
 

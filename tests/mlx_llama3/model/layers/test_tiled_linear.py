@@ -15,7 +15,7 @@ import mlx.nn as nn
 
 @pytest.fixture(params=[1, 2, 3, 8])
 def cores(request, monkeypatch):
-    monkeypatch.setattr(cpu, "n_streams", lambda: request.param)
+    monkeypatch.setattr(cpu, "n_cpu_streams", lambda: request.param)
     monkeypatch.setattr(cpu, "_own", threading.local())
     return request.param
 
@@ -65,8 +65,8 @@ def test_what_mlx_cannot_count_is_cut(cores, count, monkeypatch):
         sizes.extend(math.prod(y.shape[:-2]) * each.shape[-2] * each.shape[-1] for each in (a, b))
         return y
 
-    monkeypatch.setattr(cpu, "_cut", lambda count, width: (-(-count // 5), 5))
-    monkeypatch.setattr(cpu, "_COUNTED", 40 * 64 * 32)  # as many as 40 tiles have
+    monkeypatch.setattr(cpu, "_row_groups", lambda count, width: (-(-count // 5), 5))
+    monkeypatch.setattr(cpu, "_BATCH_INDICES", 40 * 64 * 32)  # as many as 40 tiles have
     monkeypatch.setattr(mx.array, "__matmul__", noted)
     assert mx.abs(cpu.TiledLinear(weight)(x) - expected).max().item() < 1e-5
     assert 0 < max(sizes) < 40 * 64 * 32
@@ -151,7 +151,7 @@ def test_a_loaded_model_has_only_such_layers_and_no_second_copy(tmp_path):
     "how", [(3, 32, "affine"), (4, 64, "affine"), (6, 128, "affine"), (8, 32, "affine"), (4, 32, "mxfp4")]
 )
 def test_unpacking_by_blocks_of_rows(cores, how, monkeypatch):
-    monkeypatch.setattr(cpu, "_BLOCK", 3000)  # bytes: one tile
+    monkeypatch.setattr(cpu, "_BLOCK_BYTES", 3000)  # bytes: one tile
     bits, group_size, mode = how
     layer = nn.QuantizedLinear(128, 200, bias=False, group_size=group_size, bits=bits, mode=mode)
     model = nn.Sequential(layer)
