@@ -73,14 +73,15 @@ def _add_batch_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Answer and end."""
     if args.batch is not None:
-        from app.generate.batch import answer_file
+        from app.generate.batch import BatchRequest, answer_file
 
-        answer_file(args, MAX_TOKENS)
+        answer_file(BatchRequest.from_args(args, MAX_TOKENS))
         return 0
     from app.generate.one import answer
+    from app.options.request import AnswerRequest
     from mlx_llama3.errors import UserError
 
     if (args.out, args.batch_size) != (STANDARD_OUTPUT, BATCH_SIZE):
         raise UserError("--out and --batch-size need --batch FILE, a file of prompts")
-    answer(args, MAX_TOKENS)
+    answer(AnswerRequest.from_args(args, MAX_TOKENS), as_json=args.json, verbose=args.verbose)
     return 0

@@ -61,7 +61,10 @@ def run(args: argparse.Namespace) -> int:
 
         show(args.show, args.point, args.tokens or slice(None))
     else:
-        from app.trace.write import record
+        from app.options.request import AnswerRequest
+        from app.trace.write import write
+        from mlx_llama3.system.files import check_place
 
-        record(args, MAX_TOKENS)
+        check_place(args.out)
+        write(AnswerRequest.from_args(args, MAX_TOKENS), args.out, args.save)
     return 0

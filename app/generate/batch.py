@@ -5,7 +5,8 @@ import hashlib
 import json
 import os
 import sys
-from dataclasses import fields
+from dataclasses import dataclass, fields
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -30,16 +31,37 @@ _ALONE = (
 )
 
 
-def answer_file(args: argparse.Namespace, max_tokens: int) -> None:
-    """What `generate --batch` does. What can be refused without the model is refused before it is loaded."""
-    _check_options(args)
-    lines = read_lines(args.batch, {"max_tokens": max_tokens} | given_settings(args), args.system)
-    opened = open_model(args.model)
-    requests = [_request(line, opened, args) for line in lines]
-    with AnswerFile(args.out, _fingerprints(requests, opened)) as output:
+@dataclass(frozen=True)
+class BatchRequest:
+    """What `generate --batch` is asked for. `size` is the number of prompts at a time, if memory allows."""
+
+    model: str
+    context: int | None
+    source: Path
+    lines: list[BatchLine]
+    out: Path
+    size: int
+    verbose: bool
+
+    @classmethod
+    def from_args(cls, args: argparse.Namespace, max_tokens: int) -> "BatchRequest":
+        """Read all options and the file of prompts. Raises `UserError` before any model is loaded.
+
+        max_tokens: the longest answer where neither the options nor a line name one.
+        """
+        _check_options(args)
+        lines = read_lines(args.batch, {"max_tokens": max_tokens} | given_settings(args), args.system)
+        return cls(args.model, args.context, args.batch, lines, args.out, args.batch_size, args.verbose)
+
+
+def answer_file(batch: BatchRequest) -> None:
+    """Answer all lines, after those that the file of answers holds already. Raises `UserError`."""
+    opened = open_model(batch.model)
+    requests = [_request(line, opened, batch) for line in batch.lines]
+    with AnswerFile(batch.out, _fingerprints(requests, opened)) as output:
         if output.done:
-            status(f"{args.out} holds {output.done} of {len(lines)} answers; going on after them\n")
-        _run(opened, lines, requests, output, args)
+            status(f"{batch.out} holds {output.done} of {len(requests)} answers; going on after them\n")
+        _run(opened, batch, requests, output)
 
 
 def _check_options(args: argparse.Namespace) -> None:
@@ -55,16 +77,16 @@ def _check_options(args: argparse.Namespace) -> None:
             raise UserError(f"--out {args.out} is the file of prompts itself; choose another name")
 
 
-def _request(line: BatchLine, opened: OpenModel, args: argparse.Namespace) -> Request:
+def _request(line: BatchLine, opened: OpenModel, batch: BatchRequest) -> Request:
     """What a line asks for; raises `UserError` that names the line."""
     names = {each.name for each in fields(Sampling)}
     sampling = Sampling(**{name: value for name, value in line.settings.items() if name in names})
     try:
         check_bias(sampling.logit_bias, opened.model.args.vocab_size)
         ids = opened.tokenizer.encode_chat(line.messages)
-        room = min(room_for_answer(opened.model, ids, args.context), check_prompt(opened.model, ids))
+        room = min(room_for_answer(opened.model, ids, batch.context), check_prompt(opened.model, ids))
     except UserError as error:
-        raise UserError(f"{args.batch}, line {line.number}: {error}") from error
+        raise UserError(f"{batch.source}, line {line.number}: {error}") from error
     return Request(ids, min(line.settings["max_tokens"], room), tuple(line.settings.get("stop", ())), sampling)
 
 
@@ -79,19 +101,17 @@ def _fingerprints(requests: list[Request], opened: OpenModel) -> list[str]:
     return [of(request) for request in requests]
 
 
-def _run(
-    opened: OpenModel, lines: list[BatchLine], requests: list[Request], output: AnswerFile, args: argparse.Namespace
-) -> None:
+def _run(opened: OpenModel, batch: BatchRequest, requests: list[Request], output: AnswerFile) -> None:
     first = output.done
-    lines, requests = lines[first:], requests[first:]
+    lines, requests = batch.lines[first:], requests[first:]
     if not requests:
         return
-    size = largest_batch(opened.model, requests, args.batch_size)
-    if size < args.batch_size:
-        status(f"memory allows {size} prompts at a time, not {args.batch_size}\n")
+    size = largest_batch(opened.model, requests, batch.size)
+    if size < batch.size:
+        status(f"memory allows {size} prompts at a time, not {batch.size}\n")
     begin, tokens, early = perf_counter(), 0, {}
     # On a terminal that shows the answers themselves there is no place for a count of them.
-    counts = sys.stderr.isatty() and str(args.out) != "-"
+    counts = sys.stderr.isatty() and str(batch.out) != "-"
     for index, answer in generate_batch(opened.model, opened.tokenizer, requests, batch_size=size):
         early[index] = answer
         tokens += len(answer.tokens)
@@ -100,7 +120,7 @@ def _run(
         if counts:
             status(f"{output.done} of {first + len(lines)} answers" + "\n" * (output.done == first + len(lines)))
     seconds = perf_counter() - begin
-    if args.verbose:
+    if batch.verbose:
         status(f"{len(requests)} answers, {tokens} tokens, {tokens / seconds:.1f} tokens/s, {size} at a time\n")
 
 

@@ -1,7 +1,8 @@
-"""The prompt of a command that runs once: from its options to the ids they stand for."""
+"""The prompt of a command that runs once: from its options to token ids."""
 
 import argparse
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,27 +16,35 @@ if TYPE_CHECKING:
     from mlx_llama3.tokenizer.tokenizer import Tokenizer
 
 
-def prompt_messages(args: argparse.Namespace) -> list[dict[str, Any]] | None:
-    """The chat to answer; None if --raw or --ids give the prompt. What is wrong is refused before a model is loaded."""
-    given = next((name for name in ("messages", "raw", "ids") if getattr(args, name) is not None), None)
-    if given and args.system is not None:
-        raise UserError(f"--system does not go with --{given}, which says everything itself")
-    if given == "messages":
-        return read_messages_file(args.messages)
-    if given:
-        return None
-    text = args.prompt if args.prompt is not None else _stdin_text()
-    system = [] if args.system is None else [{"role": "system", "content": args.system}]
-    return read_messages([*system, {"role": "user", "content": text}])
+@dataclass(frozen=True)
+class Prompt:
+    """The prompt of one answer: a chat, or text or token ids to continue. Exactly one of the three is given."""
 
+    messages: list[dict[str, Any]] | None = None
+    text: str | None = None
+    ids: list[int] | None = None
 
-def prompt_ids(args: argparse.Namespace, messages: list[dict[str, Any]] | None, tokenizer: "Tokenizer") -> list[int]:
-    """The ids of what the options ask for; `messages` are those of `prompt_messages`."""
-    if messages is not None:
-        return tokenizer.encode_chat(messages)
-    if args.ids is not None:
-        return args.ids
-    return tokenizer.encode(args.raw, bos=True, allow_special=True)
+    @classmethod
+    def from_args(cls, args: argparse.Namespace) -> "Prompt":
+        """Read it from the options, a file or standard input. Raises `UserError` before any model is loaded."""
+        given = next((name for name in ("messages", "raw", "ids") if getattr(args, name) is not None), None)
+        if given and args.system is not None:
+            raise UserError(f"--system does not go with --{given}, which says everything itself")
+        if given == "messages":
+            return cls(messages=read_messages_file(args.messages))
+        if given:
+            return cls(text=args.raw, ids=args.ids)
+        message = args.prompt if args.prompt is not None else _stdin_text()
+        system = [] if args.system is None else [{"role": "system", "content": args.system}]
+        return cls(messages=read_messages([*system, {"role": "user", "content": message}]))
+
+    def encode(self, tokenizer: "Tokenizer") -> list[int]:
+        """The token ids; control tokens are read as such in text that is given raw."""
+        if self.messages is not None:
+            return tokenizer.encode_chat(self.messages)
+        if self.ids is not None:
+            return self.ids
+        return tokenizer.encode(self.text, bos=True, allow_special=True)
 
 
 def room_for_answer(model: "Transformer", ids: list[int], context: int | None) -> int:

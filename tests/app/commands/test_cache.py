@@ -10,8 +10,7 @@ import pytest
 
 from app import cli
 from app.chat import loop as chat
-from app.generate import one as generate
-from app.options import prompt_cache as prompt_caches
+from app.options import prompt_cache as prompt_caches, request
 
 TEXT = "The lighthouse of Varn was built in 1874 by two sisters. " * 8
 
@@ -19,7 +18,7 @@ TEXT = "The lighthouse of Varn was built in 1874 by two sisters. " * 8
 @pytest.fixture
 def run(opened, monkeypatch, capsys):
     """Run a command in this process with the model that is loaded already; returns (code, output, errors)."""
-    for module in (prompt_caches, generate, chat):
+    for module in (prompt_caches, request, chat):
         monkeypatch.setattr(module, "open_model", lambda name: opened)
 
     def run(*words: object, stdin: str = "") -> tuple[int, str, str]:
@@ -131,5 +130,5 @@ def test_refusals(run, text, tmp_path, monkeypatch):
         assert (code, output) == (2, "")
         assert said in errors and errors.count("\n") == 1
     assert text.read_text() == TEXT
-    monkeypatch.setattr(generate, "open_model", lambda name: pytest.fail("a model is loaded"))
+    monkeypatch.setattr(request, "open_model", lambda name: pytest.fail("a model is loaded"))
     assert "not a prompt cache" in run("generate", "-p", "Hi", "--prompt-cache", text)[2]

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from app import cli
-from app.generate import batch, one as generate
+from app.generate import batch
+from app.options import request
 
 PROMPTS = [
     "What is the capital of France?",
@@ -29,7 +30,7 @@ SINGLE = [
 @pytest.fixture
 def run(opened, monkeypatch, capsys):
     """Run the command in this process with the model that is loaded already; returns (code, output, errors)."""
-    for module in (batch, generate):
+    for module in (batch, request):
         monkeypatch.setattr(module, "open_model", lambda name: opened)
 
     def run(*words: object, stdin: str = "") -> tuple[int, str, str]:
@@ -105,7 +106,7 @@ def test_ctrl_c_leaves_what_was_answered(run, prompts, tmp_path, monkeypatch):
 
 def test_a_file_that_another_run_writes_is_left_alone(run, prompts, tmp_path):
     out, options = tmp_path / "out.jsonl", ["--max-tokens", 2]
-    with batch.Output(out, ["a", "b"]) as other:
+    with batch.AnswerFile(out, ["a", "b"]) as other:
         other.write({"text": "first"})
         code, _, errors = run("--batch", prompts, "--out", out, *options)
         assert (code, errors) == (2, f"error: {out}: another run writes it now; wait for it, or choose another --out\n")

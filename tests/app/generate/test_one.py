@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from app import cli
-from app.generate import one as generate
+from app.options import request
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "data" / "smollm2-greedy.json").read_text(encoding="utf-8"))
 PARIS = "The capital of France is Paris."
@@ -19,7 +19,7 @@ PARIS = "The capital of France is Paris."
 @pytest.fixture
 def run(opened, monkeypatch, capsys):
     """Run the command in this process with the model that is loaded already; returns (code, output, errors)."""
-    monkeypatch.setattr(generate, "open_model", lambda name: opened)
+    monkeypatch.setattr(request, "open_model", lambda name: opened)
 
     def run(*words: str, stdin: bytes = b"") -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
@@ -200,7 +200,7 @@ def test_bad_input(run, words, complaint) -> None:
 def test_bad_files_of_messages(run, tmp_path, monkeypatch, content, complaint) -> None:
     file = tmp_path / "talk.json"
     file.write_bytes(content)
-    monkeypatch.setattr(generate, "open_model", lambda name: pytest.fail("refused only after the model was loaded"))
+    monkeypatch.setattr(request, "open_model", lambda name: pytest.fail("refused only after the model was loaded"))
     code, out, err = run("--messages", str(file))
     assert (code, out) == (2, "")
     assert err.startswith(f"error: {file}") and complaint in err

@@ -11,7 +11,7 @@ from watched_model import WatchedModel
 
 from app import cli
 from app.chat import loop as chat
-from app.generate import one as generate
+from app.options import request
 from app.options.draft import Drafting
 from app.options.model import OpenModel
 from app.ui.panels.models import Loader
@@ -26,7 +26,7 @@ WORDS = "one two three four five six seven. "
 @pytest.fixture
 def answered(opened, monkeypatch, capsys):
     """Run `generate --json` with the demo model; returns the object and what went to standard error."""
-    monkeypatch.setattr(generate, "open_model", lambda name: opened)
+    monkeypatch.setattr(request, "open_model", lambda name: opened)
 
     def run(*words: str) -> tuple[dict, str]:
         assert cli.main(["generate", "--prompt", QUESTION, "--json", "--max-tokens", "24", *words]) == 0
@@ -76,7 +76,7 @@ def test_a_model_drafts_and_a_seed_says_the_same(answered):
     ],
 )
 def test_bad_options_are_refused_before_a_model_is_loaded(command, words, complaint, monkeypatch, capsys):
-    for module in (chat, generate):
+    for module in (chat, request):
         monkeypatch.setattr(module, "open_model", lambda name: pytest.fail("a model was loaded"))
     prompt = ["--prompt", "a"] if command == "generate" else []
     assert cli.main([command, *prompt, *words]) == 2
@@ -100,7 +100,7 @@ def test_another_tokenizer_is_refused_before_the_draft_is_loaded(demo_folder, tm
     tokens = list(right.vocabulary.tokens)
     tokens[500], tokens[501] = tokens[501], tokens[500]
     other = Tokenizer(replace(right.vocabulary, tokens=tokens), templates=right.chat_templates)
-    monkeypatch.setattr(generate, "open_model", lambda name: OpenModel("x", WatchedModel(vocab_size=49152), other))
+    monkeypatch.setattr(request, "open_model", lambda name: OpenModel("x", WatchedModel(vocab_size=49152), other))
     monkeypatch.setattr(api, "load_model", lambda *_: pytest.fail("the draft was loaded"))
     assert cli.main(["generate", "--prompt", "a", "--draft", "demo"]) == 2
     assert f"cannot draft for this model, since token 500 is {right.decode([500])!r} there" in capsys.readouterr().err

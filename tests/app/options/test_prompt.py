@@ -6,7 +6,7 @@ import pytest
 from tokenizer_samples import META_MODEL
 
 from app.options.options import add_prompt_options
-from app.options.prompt import prompt_ids, prompt_messages
+from app.options.prompt import Prompt
 from mlx_llama3.tokenizer.tokenizer import Tokenizer
 from mlx_llama3.tokenizer.vocabulary.vocabulary import Vocabulary
 
@@ -33,6 +33,6 @@ def test_exactly_one_bos(tokenizer, words, begins) -> None:
     parser.add_argument("--system")
     add_prompt_options(parser)
     args = parser.parse_args(words)
-    ids = prompt_ids(args, prompt_messages(args), tokenizer)
+    ids = Prompt.from_args(args).encode(tokenizer)
     assert ids[: len(begins)] == begins
     assert ids.count(BOS) == begins.count(BOS)

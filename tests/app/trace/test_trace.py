@@ -15,7 +15,6 @@ import pytest
 from app import cli
 from app.colours import DIVERGING_DARK, DIVERGING_LIGHT, SEQUENTIAL, ramp, terminal_ramp
 from app.options.edits import edit_text, scale_edit
-from app.trace import write as trace_record
 from mlx_llama3.model.hooks.norms import POINTS
 from mlx_llama3.trace.store import Trace, load_trace
 
@@ -26,8 +25,7 @@ QUESTION = GOLDEN["messages"][0]["content"]
 @pytest.fixture
 def run(opened, monkeypatch, capsys):
     """Run a command in this process with the model that is loaded already; returns (code, output, errors)."""
-    monkeypatch.setattr(trace_record, "open_model", lambda name: opened)
-    monkeypatch.setattr("app.generate.one.open_model", lambda name: opened)
+    monkeypatch.setattr("app.options.request.open_model", lambda name: opened)
 
     def run(*words: object) -> tuple[int, str, str]:
         code = cli.main([str(word) for word in words])
