@@ -1,4 +1,4 @@
-"""Llama 3 on Apple's MLX: the model, its tokenizer, generation and a look inside.
+"""Llama 3 on Apple's MLX: the model, its tokenizer, generation and interpretability.
 
 model, tokenizer = mlx_llama3.load("demo")
 ids = tokenizer.encode_chat([{"role": "user", "content": "What is the capital of France?"}])
@@ -35,8 +35,8 @@ __all__ = [
 
 use_openblas()  # before anything imports mlx.core
 
-# Names are looked up on first use, so that `mlx-llama3 --help` and the error classes cost no import of MLX.
-_HOMES = {
+# Names are imported on first use, so that `mlx-llama3 --help` and the error classes do not import MLX.
+_MODULES = {
     "Conversation": "conversation.conversation",
     "Sampling": "generation.sampling",
     "Step": "generation.stream",
@@ -50,6 +50,6 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'mlx_llama3' has no attribute {name!r}")
-    return getattr(import_module(f"mlx_llama3.{_HOMES[name]}"), name)
+    return getattr(import_module(f"mlx_llama3.{_MODULES[name]}"), name)

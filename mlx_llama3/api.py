@@ -1,4 +1,4 @@
-"""`load`: a model and its tokenizer by name. `load_draft`: what drafts for it."""
+"""`load`: a model and its tokenizer by name. `load_draft`: a drafter for speculative decoding."""
 
 from pathlib import Path
 
@@ -28,37 +28,40 @@ def load(name: str, *, dtype: mx.Dtype | None = None) -> tuple[Transformer, Toke
         dtype: as in `load_model`.
 
     Raises:
-        UserError: the model is not found, cannot be fetched, or cannot be loaded; one line that says what to do.
+        UserError: the model does not exist, cannot be downloaded, or cannot be loaded. The message is one line that
+            says what to do.
     """
     return load_folder(resolve(name), dtype=dtype)
 
 
 def load_folder(folder: Path, *, dtype: mx.Dtype | None = None) -> tuple[Transformer, Tokenizer]:
-    """As `load`, for a folder that is there. What is quick to find wrong fails before gigabytes are read."""
+    """As `load`, for an existing folder. The quick checks run first, so that they fail before gigabytes are read."""
     requested_kernels()
-    read_settings(folder)  # knows best what a folder is that is no model's
+    read_settings(folder)  # gives the best message for a folder that holds no model
     tokenizer = load_tokenizer(folder)
     return _ready(load_model(folder, dtype=dtype)), tokenizer
 
 
 def _ready(model: Transformer) -> Transformer:
-    """The model as it should run on this machine: its memory wired, the kernels chosen that serve it."""
+    """Prepare a model to run on this machine: wire its memory and choose its kernels."""
     hold_wired(model)
     use_chosen(model)
     return model
 
 
 def load_draft(name: str, model: Transformer, tokenizer: Tokenizer, *, tokens: int | None = None) -> Speculation:
-    """What drafts for a model; give it to `generate` or `Conversation` as `draft`. One for each stream of answers.
+    """The drafter for speculative decoding; pass it to `generate` or `Conversation` as `draft`. One per conversation.
 
     Args:
-        name: a smaller model with the same tokenizer, named as for `load`; or "ngram", which needs none: it proposes
-            what followed the last words where they stood before, as in summaries, edited code and quotes.
-        model, tokenizer: those that it drafts for.
-        tokens: at most so many at a time. None takes 4 of a model, 6 of ngram, whose guesses cost nothing.
+        name: a smaller model with the same tokenizer, named as for `load`; or "ngram" (prompt lookup), which needs no
+            model: it proposes what followed an earlier occurrence of the last tokens. That pays in summaries, edited
+            code and quotes.
+        model, tokenizer: the target model and its tokenizer.
+        tokens: the most tokens to draft at a time. None means 4 for a model, and 6 for ngram, whose drafts are free.
 
     Raises:
-        UserError: as for `load`; tokenizers that differ, before the draft model is loaded; `tokens` out of range.
+        UserError: as for `load`; the tokenizers differ (checked before the draft model is loaded); `tokens` is out of
+            range.
     """
     return ngram_draft(tokens) if name == NGRAM else load_draft_folder(resolve(name), model, tokenizer, tokens=tokens)
 
@@ -71,9 +74,9 @@ def ngram_draft(tokens: int | None = None) -> Speculation:
 def load_draft_folder(
     folder: Path, model: Transformer, tokenizer: Tokenizer, *, tokens: int | None = None
 ) -> Speculation:
-    """As `load_draft`, for a folder that is there."""
+    """As `load_draft`, for an existing folder."""
     tokens = check_tokens(4 if tokens is None else tokens)
     read_settings(folder)
     check_same_tokens(load_tokenizer(folder), tokenizer, str(folder))
-    small = _ready(load_model(folder))
-    return Speculation(lambda: ModelDrafter(small, model.args.vocab_size), tokens=tokens, switch=DraftSwitch)
+    draft_model = _ready(load_model(folder))
+    return Speculation(lambda: ModelDrafter(draft_model, model.args.vocab_size), tokens=tokens, switch=DraftSwitch)

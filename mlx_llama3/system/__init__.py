@@ -1,4 +1,4 @@
-"""The machine, and the files around a model: BLAS, memory, the hub's cache, reading and replacing files.
+"""The machine and its files: BLAS, memory, the Hugging Face hub's cache, reading and replacing files.
 
-Nothing here knows a model. This face stays empty, because the BLAS must be loaded before anything imports MLX.
+Nothing here depends on a model. This file imports nothing, because OpenBLAS must be loaded before anything imports MLX.
 """

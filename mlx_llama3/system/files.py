@@ -1,4 +1,4 @@
-"""Files that a person named: an error says in one line which file it is and what is wrong with it."""
+"""Reading and writing files that the user named; errors are one line that names the file and the fault."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from mlx_llama3.errors import UserError
 
 
 def read_bytes(path: Path) -> bytes:
-    """The whole file. Raises `UserError` if it is missing or closed to us."""
+    """The content of a file. Raises `UserError` if it is missing or cannot be read."""
     try:
         return path.read_bytes()
     except FileNotFoundError as error:
@@ -21,7 +21,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def read_text(path: Path) -> str:
-    """The whole file, which must be UTF-8; a byte order mark at its start is left out. Raises `UserError`."""
+    """The text of a file, without a byte order mark. Raises `UserError` as `read_bytes`, or if it is not UTF-8."""
     try:
         return read_bytes(path).decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -29,7 +29,7 @@ def read_text(path: Path) -> str:
 
 
 def read_some_text(path: Path) -> str:
-    """As `read_text`; raises `UserError` for a file that holds nothing but white space, too."""
+    """As `read_text`; also raises `UserError` if the file holds nothing but white space."""
     text = read_text(path)
     if not text.strip():
         raise UserError(f"{path} is empty")
@@ -37,24 +37,25 @@ def read_some_text(path: Path) -> str:
 
 
 def check_place(path: Path) -> None:
-    """Raise `UserError` for a file that cannot be written, before the work is done whose result it is to hold."""
+    """Raise `UserError` if a file cannot be written. Call it before the work whose result the file will hold."""
     try:
         if path.is_dir():
             raise UserError(f"{path} is a folder; name a file")
         if not path.parent.is_dir():
             raise UserError(f"{path}: there is no folder {path.parent}; make it, or name another file")
-        closed = not os.access(path if path.exists() else path.parent, os.W_OK)
-    except OSError as error:  # the name is too long, or lies in a folder that may not be looked into
+        writable = os.access(path if path.exists() else path.parent, os.W_OK)
+    except OSError as error:  # the name is too long, or its folder may not be searched
         raise UserError(f"{path}: cannot be written: {error.strerror}; name another file") from error
-    if closed:
+    if not writable:
         raise UserError(f"{path}: cannot be written: permission denied; name another file")
 
 
 @contextmanager
 def replacing(path: Path, ending: str = "") -> Iterator[Path]:
-    """A file beside `path` to write to, which takes its place at the end; of what fails before, nothing is left.
+    """Yield a temporary file beside `path`, which replaces `path` at the end, or is removed if the block fails.
 
-    ending: of its name, for a writer that wants one. Raises what the block raises, and `OSError`.
+    ending: a suffix for the temporary name, for a writer that requires one. Raises what the block raises, and
+    `OSError`.
     """
     partial = path.with_name(f".{path.name}.partial{ending}")
     try:
@@ -66,15 +67,15 @@ def replacing(path: Path, ending: str = "") -> Iterator[Path]:
 
 
 def parse_json(text: str | bytes, source: object) -> Any:
-    """The value that JSON text stands for; bytes may be UTF-8, -16 or -32. Raises `UserError` that names `source`."""
+    """Parse JSON; bytes may be UTF-8, UTF-16 or UTF-32. Raises `UserError` that names `source`."""
     try:
         return json.loads(text)
-    except (ValueError, RecursionError) as error:  # not JSON, not Unicode, or nested without an end
+    except (ValueError, RecursionError) as error:  # not JSON, not Unicode, or nested too deeply
         raise UserError(f"{source} is not JSON: {error}") from error
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """One JSON object from a file. Raises `UserError` naming it if it is missing, unreadable or something else."""
+    """The JSON object in a file. Raises `UserError` if the file is missing, unreadable or holds no JSON object."""
     value = parse_json(read_bytes(path), path)
     if not isinstance(value, dict):
         raise UserError(f"{path}: expected a JSON object, found {type(value).__name__}")

@@ -1,7 +1,7 @@
-"""From a model's name to a local folder: a folder as it is, an alias, or a repository of the Hugging Face hub.
+"""From a model's name to a local folder: an existing folder, an alias, or a repository of the Hugging Face hub.
 
-The hub's own client does the work (cache, progress, offline mode, tokens); this file says which files are wanted and
-turns the client's errors into sentences.
+The `huggingface_hub` client does the work (cache, progress, offline mode, tokens). This file selects the files to
+download, and turns the client's errors into messages of one line.
 """
 
 import errno
@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 from mlx_llama3.errors import UserError
 
 DEMO = "demo"
-# Raised by one whenever the converter writes the demo model differently: the old folder is then left aside.
+# Incremented when the converter writes the demo model differently; the old folder is then no longer used.
 DEMO_FORMAT = 1
 
 ALIASES = {
@@ -28,13 +28,13 @@ ALIASES = {
     "llama3.3-70b": "mlx-community/Llama-3.3-70B-Instruct-4bit",
 }
 
-WANTED = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja"]
-# A model lies at the top of its repository; folders hold other forms of it (`original/`, `onnx/`), and Meta's
-# consolidated file would be a second copy of the shards.
-UNWANTED = ["*/*", "consolidated*"]
+MODEL_PATTERNS = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja"]
+# The model is at the top of its repository. Folders hold other formats of it (`original/`, `onnx/`), and Meta's
+# consolidated file would be a second copy of the safetensors shards.
+EXCLUDED_PATTERNS = ["*/*", "consolidated*"]
 
-# Weights that the converter reads, in the order in which they are offered.
-FOREIGN = [
+# Weights that the converter reads, in the order in which an error message suggests them.
+CONVERTIBLE = [
     (r"^original/", "Meta's own files"),
     (r"^consolidated.*\.(pth|safetensors)$", "Meta's own files"),
     (r"\.gguf$", "GGUF files"),
@@ -46,18 +46,18 @@ MODEL_FILE = re.compile(r"\.(gguf|safetensors|pth|bin)$")
 
 
 def cache_dir() -> Path:
-    """Return this project's cache folder (it need not exist): `MLX_LLAMA3_CACHE`, or the platform's usual place."""
+    """Return this project's cache folder (it need not exist): `MLX_LLAMA3_CACHE`, or the platform's default."""
     if chosen := os.environ.get("MLX_LLAMA3_CACHE"):
         return Path(chosen).expanduser().absolute()
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches" / "mlx-llama3"
     xdg = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    # The XDG specification has relative paths ignored.
+    # The XDG specification says to ignore relative paths.
     return (xdg if xdg.is_absolute() else Path.home() / ".cache") / "mlx-llama3"
 
 
 def demo_folder() -> Path:
-    """Return the place of the converted demo model, whether or not it has been made."""
+    """Return the path of the converted demo model, which need not exist yet."""
     return cache_dir() / f"SmolLM2-135M-Instruct-v{DEMO_FORMAT}"
 
 
@@ -65,18 +65,18 @@ def resolve(name: str | Path, on_progress: Callable[[int, int], None] | None = N
     """Return the local folder that holds the model called `name`.
 
     Args:
-        name: `demo`; an alias (`ALIASES`); a local folder; or a hub id `organisation/name`, with `@revision` if a
-            branch, tag or commit is meant. An alias wins over a folder of the same name (`./demo` is the folder), a
-            folder wins over a hub id. What is not in the hub's cache yet is downloaded.
-        on_progress: called with (bytes so far, all known bytes) while something is downloaded, by other threads,
-            one at a time.
+        name: `demo`; an alias (`ALIASES`); a local folder; or a hub id `organisation/name`, with `@revision` for a
+            branch, tag or commit. An alias wins over a folder of the same name (`./demo` is the folder), and a folder
+            wins over a hub id. Files that are not in the hub's cache yet are downloaded.
+        on_progress: called with (bytes so far, all known bytes) during a download, from other threads, one at a
+            time.
 
     Raises:
-        UserError: no such folder, alias or repository; no access; no network; no weights this project reads there.
+        UserError: no such folder, alias or repository; no access; no network; no weights that this project can read.
     """
     name = str(name)
     if name == DEMO:
-        return _made_demo()
+        return _existing_demo()
     if name in ALIASES:
         return _download(ALIASES[name], None, on_progress)
     if path := local_path(name):
@@ -95,26 +95,26 @@ def resolve(name: str | Path, on_progress: Callable[[int, int], None] | None = N
 
 
 def local_path(name: str) -> Path | None:
-    """Return the local folder or file called `name`, or None if there is none; UserError if nobody could tell."""
+    """Return the existing folder or file called `name`, or None. Raises `UserError` for an impossible path."""
     if not name:
-        return None  # which would be the current folder
+        return None  # `Path("")` would be the current folder
     try:
         path = Path(name).expanduser()
         return path if path.exists() else None
-    except (OSError, RuntimeError) as error:  # too long, closed to us, a home that nobody has
+    except (OSError, RuntimeError) as error:  # too long, not permitted, or the home of an unknown user
         raise UserError(f"{name:.100}: there can be no such folder: {getattr(error, 'strerror', error)}") from error
 
 
 def list_files(repository: str, revision: str | None) -> tuple[str, list[str]]:
-    """Return the commit that `revision` (None: the newest) means, and the names of all files in it.
+    """Return the commit of `revision` (None: the newest), and the names of all its files.
 
-    As for `resolve`, what the hub's cache knows is not asked anew. Raises `UserError` as `resolve` does.
+    Both come from the hub's cache if it has them. Raises `UserError` as `resolve` does.
     """
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     from huggingface_hub import get_cached_repo_tree, list_repo_files, resolve_revision
     from huggingface_hub.errors import CachedRepoTreeNotFoundError, RevisionResolutionError
 
-    with _explained(repository, revision):
+    with _user_errors(repository, revision):
         try:
             commit = resolve_revision(repository, revision=revision, local_files_only=True).resolved
             return commit, [file.path for file in get_cached_repo_tree(repository, revision=commit)]
@@ -131,23 +131,23 @@ def download(
     *,
     progress: bool = True,
 ) -> Path:
-    """Return the folder in the hub's cache that holds `files` of a commit (both as from `list_files`), fetching them.
+    """Download `files` of a commit (both as from `list_files`); return their folder in the hub's cache.
 
     `on_progress` as for `resolve`; `progress` shows bars on a terminal. Raises `UserError` as `resolve` does.
     """
-    # The client takes patterns.
-    what = {"revision": commit, "allow_patterns": [glob.escape(name) for name in files]}
-    with _explained(repository, commit):
-        return _snapshot(repository, what, on_progress, progress)
+    # The client expects patterns, so names are escaped.
+    selection = {"revision": commit, "allow_patterns": [glob.escape(name) for name in files]}
+    with _user_errors(repository, commit):
+        return _snapshot(repository, selection, on_progress, progress)
 
 
 def cached_repository(path: Path) -> tuple[str, str] | None:
-    """Return repository and commit of a folder or file in the hub's cache; None for any other path."""
+    """Return the repository and commit of a path in the hub's cache; None for any other path."""
     match = re.search(r"/models--([\w.-]+?)--([\w.-]+)/snapshots/([0-9a-f]{40})(?:/|$)", path.absolute().as_posix())
     return (f"{match[1]}/{match[2]}", match[3]) if match else None
 
 
-def _made_demo() -> Path:
+def _existing_demo() -> Path:
     folder = demo_folder()
     if not folder.is_dir():
         raise UserError("the demo model has not been made yet: run `mlx-llama3 chat` or `convert.demo.demo_model()`")
@@ -155,69 +155,70 @@ def _made_demo() -> Path:
 
 
 def _download(repository: str, revision: str | None, on_progress: Callable[[int, int], None] | None) -> Path:
-    what = {"revision": revision, "allow_patterns": WANTED, "ignore_patterns": UNWANTED}
-    with _explained(repository, revision):
-        folder = _snapshot(repository, what, on_progress)
+    selection = {"revision": revision, "allow_patterns": MODEL_PATTERNS, "ignore_patterns": EXCLUDED_PATTERNS}
+    with _user_errors(repository, revision):
+        folder = _snapshot(repository, selection, on_progress)
     if not any(folder.glob("*.safetensors")):
-        _explain_missing_weights(repository, revision)
+        _raise_missing_weights(repository, revision)
     return folder
 
 
 def _snapshot(
-    repository: str, what: dict, on_progress: Callable[[int, int], None] | None, progress: bool = True
+    repository: str, selection: dict, on_progress: Callable[[int, int], None] | None, progress: bool = True
 ) -> Path:
-    """Return the repository's snapshot in the hub's cache, completed over the network where it is not whole.
+    """Return the repository's snapshot in the hub's cache; download what is missing from it.
 
-    A whole snapshot is used without asking the hub for a newer one: starting is faster, and nobody is told of it.
-    `hf download` brings a newer one.
+    A complete snapshot is used without a request to the hub: starting is faster, and the hub learns nothing.
+    `hf download` fetches a newer one.
     """
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-    from huggingface_hub import snapshot_download  # here, because it takes longer than all the rest
+    from huggingface_hub import snapshot_download  # here, because this import is slower than all others together
 
-    folder = _whole_snapshot(repository, what)
+    folder = _complete_snapshot(repository, selection)
     if folder is None:
         with _bars(on_progress, progress) as bar_class:
-            folder = Path(snapshot_download(repository, tqdm_class=bar_class, **what))
+            folder = Path(snapshot_download(repository, tqdm_class=bar_class, **selection))
     return folder
 
 
 @contextmanager
-def _explained(repository: str, revision: str | None) -> Iterator[None]:
-    """Turn the hub client's errors into sentences."""
+def _user_errors(repository: str, revision: str | None) -> Iterator[None]:
+    """Turn the hub client's errors into `UserError`."""
     from huggingface_hub.errors import HTTPError, RevisionResolutionError
 
     try:
         yield
     except (HTTPError, OSError, ValueError, RevisionResolutionError) as error:
-        _explain(error, repository, revision)
+        _raise_user_error(error, repository, revision)
 
 
 @contextmanager
 def _bars(on_progress: Callable[[int, int], None] | None, progress: bool) -> Iterator[type]:
-    """The client's progress bars, closed at the end; shown if `progress`, on a terminal. `on_progress`: see `resolve`.
+    """Yield a class for the client's progress bars; close them at the end. `on_progress`: see `resolve`.
 
-    The client leaves two of them open; they would draw themselves once more into the chat when they are collected.
+    The bars are shown on a terminal if `progress`. The client itself leaves two of them open, which would draw
+    themselves into the chat once more when they are garbage-collected.
     """
     from huggingface_hub.utils import tqdm
 
     bars = []
-    counting = threading.Lock()
+    lock = threading.Lock()
 
     class Bar(tqdm):
         def __init__(self, *args: Any, **options: Any) -> None:
-            # None means: unless standard error is a terminal. The client asks for that with some of its bars only.
+            # None disables a bar unless standard error is a terminal. The client sets it for some of its bars only.
             options["disable"] = options.get("disable") or None if progress else True
             super().__init__(*args, **options)
             self.counts_bytes, self.count = options.get("unit") == "B", 0
             bars.append(self)
 
         def update(self, n: float | None = 1) -> bool | None:
-            with counting:  # a thread a file comes here
-                self.count += n or 0  # a bar that is not shown does not count
+            with lock:  # called from one thread per file
+                self.count += n or 0  # tqdm does not count in a disabled bar
                 if on_progress is not None and self.counts_bytes:
-                    # One bar counts what comes over the network, one what is written; the network may bring less.
-                    of_bytes = [bar for bar in bars if bar.counts_bytes]
-                    on_progress(max(bar.count for bar in of_bytes), max(bar.total or 0 for bar in of_bytes))
+                    # One bar counts the bytes from the network, one the bytes written, which may be more.
+                    byte_bars = [bar for bar in bars if bar.counts_bytes]
+                    on_progress(max(bar.count for bar in byte_bars), max(bar.total or 0 for bar in byte_bars))
             return super().update(n)
 
     try:
@@ -227,20 +228,21 @@ def _bars(on_progress: Callable[[int, int], None] | None, progress: bool) -> Ite
             bar.close()
 
 
-def _whole_snapshot(repository: str, what: dict) -> Path | None:
+def _complete_snapshot(repository: str, selection: dict) -> Path | None:
     from huggingface_hub import get_cached_repo_tree, snapshot_download
     from huggingface_hub.errors import CachedRepoTreeNotFoundError, LocalEntryNotFoundError
 
     try:
-        # Without the listing, which other programs may not have stored, the client cannot tell a part from the whole.
-        get_cached_repo_tree(repository, revision=what["revision"])
-        return Path(snapshot_download(repository, local_files_only=True, **what))
+        # Without the cached file listing, which other programs may not have stored, the client cannot tell whether a
+        # snapshot is complete.
+        get_cached_repo_tree(repository, revision=selection["revision"])
+        return Path(snapshot_download(repository, local_files_only=True, **selection))
     except (CachedRepoTreeNotFoundError, LocalEntryNotFoundError):
         return None
 
 
-def _explain(error: Exception, repository: str, revision: str | None) -> NoReturn:
-    """Raise the `UserError` that says what to do about the hub client's `error`; what is unknown goes on as it is."""
+def _raise_user_error(error: Exception, repository: str, revision: str | None) -> NoReturn:
+    """Raise the `UserError` for an error of the hub client; an unknown error is raised unchanged."""
     from huggingface_hub import constants, errors
 
     chain = [error, error.__cause__]
@@ -273,8 +275,8 @@ def _explain(error: Exception, repository: str, revision: str | None) -> NoRetur
     raise UserError(f"{repository}: {text}") from error
 
 
-def _explain_missing_weights(repository: str, revision: str | None) -> NoReturn:
-    """Raise the `UserError` for a repository without `*.safetensors` at its top: what it holds, and the way from it."""
+def _raise_missing_weights(repository: str, revision: str | None) -> NoReturn:
+    """Raise the `UserError` for a repository without `*.safetensors` at its top; suggest a conversion if possible."""
     from huggingface_hub import get_cached_repo_tree
     from huggingface_hub.errors import CachedRepoTreeNotFoundError
 
@@ -282,10 +284,10 @@ def _explain_missing_weights(repository: str, revision: str | None) -> NoReturn:
         names = [file.path for file in get_cached_repo_tree(repository, revision=revision)]
     except CachedRepoTreeNotFoundError:
         raise UserError(f"{repository}: its weights are not in the hub's cache: connect and try again") from None
-    for pattern, holds in FOREIGN:
+    for pattern, description in CONVERTIBLE:
         if files := [name for name in names if re.search(pattern, name)]:
             raise UserError(
-                f"{repository}: no safetensors but {holds} ({files[0]}): "
+                f"{repository}: no safetensors but {description} ({files[0]}): "
                 f"`mlx-llama3 convert {repository}{f'@{revision}' if revision else ''} FOLDER` makes a model of them"
             )
     raise UserError(f"{repository}: holds no weights that can be read here ({len(names)} files, no *.safetensors)")

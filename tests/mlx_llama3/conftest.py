@@ -1,4 +1,4 @@
-"""Meta's tokenizer, loaded once for all tests of this floor."""
+"""Meta's tokenizer, loaded once for all tests of the library."""
 
 import pytest
 from tokenizer_samples import META_MODEL

@@ -1,4 +1,4 @@
-"""`load`: what README promises, and which complaint comes first about a folder that is none."""
+"""`load`: the example of README, and the order of the checks on a folder that holds no model."""
 
 import pytest
 from tiny_models import tiny_args, write_folder
@@ -40,21 +40,21 @@ def test_a_folder_that_is_to_be_converted_says_so_though_it_has_no_tokenizer(tmp
         load_folder(tmp_path)
 
 
-def test_a_missing_tokenizer_is_told_before_weights_are_read(tmp_path, monkeypatch):
+def test_a_missing_tokenizer_is_reported_before_weights_are_read(tmp_path, monkeypatch):
     monkeypatch.setattr(loading, "Checkpoint", None)
     with pytest.raises(UserError, match="holds no tokenizer"):
         load_folder(write_folder(tmp_path, tiny_args()))
 
 
-def test_a_loaded_model_is_wired_and_served_by_what_was_chosen(demo_folder, monkeypatch):
-    seen = []
-    monkeypatch.setattr(api, "hold_wired", lambda model: seen.append(("wired", model)))
-    monkeypatch.setattr(api, "use_chosen", lambda model: seen.append(("chosen", model)))
+def test_a_loaded_model_is_wired_and_its_kernels_are_chosen(demo_folder, monkeypatch):
+    calls = []
+    monkeypatch.setattr(api, "hold_wired", lambda model: calls.append(("wired", model)))
+    monkeypatch.setattr(api, "use_chosen", lambda model: calls.append(("chosen", model)))
     model, _ = load_folder(demo_folder)
-    assert seen == [("wired", model), ("chosen", model)]
+    assert calls == [("wired", model), ("chosen", model)]
 
 
-def test_a_wrong_choice_of_kernels_is_told_before_anything_is_read(tmp_path, monkeypatch):
+def test_a_wrong_choice_of_kernels_is_reported_before_anything_is_read(tmp_path, monkeypatch):
     monkeypatch.setenv("MLX_LLAMA3_KERNELS", "fast")
     with pytest.raises(UserError, match="^MLX_LLAMA3_KERNELS is 'fast'"):
         load_folder(tmp_path / "nowhere")

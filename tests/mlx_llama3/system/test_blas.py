@@ -1,4 +1,4 @@
-"""OpenBLAS takes the place of the wheel's BLAS on Linux, and its absence breaks nothing."""
+"""OpenBLAS replaces the wheel's BLAS on Linux, and its absence breaks nothing."""
 
 import os
 import subprocess
@@ -8,8 +8,8 @@ import pytest
 
 from mlx_llama3.system import blas
 
-# A product of 1024 x 1024 matrices: 0.03 s or so with OpenBLAS, 1 s with the reference BLAS. Checked by the mapped
-# library and by the value, not by the time.
+# A product of 1024 x 1024 matrices takes about 0.03 s with OpenBLAS, 1 s with the reference BLAS. The test checks the
+# mapped library and the value, not the time.
 PROGRAM = """
 import mlx_llama3, mlx.core as mx
 x = mx.ones((64, 64)) @ (2 * mx.ones((64, 64)))
@@ -49,7 +49,7 @@ def test_without_the_package(tmp_path, monkeypatch):
 
 
 @linux
-def test_a_library_that_does_not_load_is_told(tmp_path, monkeypatch, caplog):
+def test_a_library_that_does_not_load_is_logged(tmp_path, monkeypatch, caplog):
     (tmp_path / "cmeel.prefix" / "lib").mkdir(parents=True)
     (tmp_path / "cmeel.prefix" / "lib" / "libopenblas.so").write_bytes(b"not a library")
     monkeypatch.delitem(sys.modules, "mlx.core", raising=False)
@@ -60,21 +60,21 @@ def test_a_library_that_does_not_load_is_told(tmp_path, monkeypatch, caplog):
 
 @linux
 @pytest.mark.parametrize(
-    ("machine", "features", "said"),
+    ("machine", "features", "message"),
     [
         ("x86_64", "flags\t\t: fpu avx2 avx512f avx512cd avx512dq avx512vl", "no avx512bw, which"),
         ("aarch64", "Features\t: fp asimd sve", "no bf16, sve2, which"),
     ],
 )
-def test_a_processor_that_the_library_is_not_built_for(machine, features, said, tmp_path, monkeypatch, caplog):
-    """The library is never opened: the first of its instructions that is missing would end the process."""
+def test_a_processor_that_the_library_is_not_built_for(machine, features, message, tmp_path, monkeypatch, caplog):
+    """The library is never opened: the first unsupported instruction would end the process."""
     (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{features}\n\nprocessor\t: 1\n{features}\n")
     monkeypatch.delitem(sys.modules, "mlx.core", raising=False)
     monkeypatch.setattr(blas, "_CPUINFO", tmp_path / "cpuinfo")
     monkeypatch.setattr(blas.platform, "machine", lambda: machine)
     monkeypatch.setattr(blas, "_load", lambda *_: pytest.fail("was opened"))
     assert blas.use_openblas() is False
-    assert said in caplog.text
+    assert message in caplog.text
 
 
 def test_other_systems_are_left_alone(monkeypatch):

@@ -1,4 +1,4 @@
-"""Files that a person named: what is read, and the one line that says what is wrong."""
+"""Reading and writing files that the user named, and the one-line errors."""
 
 import json
 import os
@@ -36,7 +36,7 @@ def test_what_cannot_be_written(tmp_path, monkeypatch):
         check_place(tmp_path / "no" / "new")
     with pytest.raises(UserError, match="x: cannot be written: File name too long; name another file$"):
         check_place(tmp_path / ("x" * 300))
-    monkeypatch.setattr(os, "access", lambda *_: False)  # a superuser, as tests are run in containers, may do all
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root, as in containers, may write everywhere
     with pytest.raises(UserError, match="new: cannot be written: permission denied; name another file$"):
         check_place(tmp_path / "new")
 
@@ -84,12 +84,12 @@ def test_read_json(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "content, named", [(b"\xff\xfe", "is not UTF-8 text"), (b" \n", "is empty"), (None, "no such file")]
+    "content, message", [(b"\xff\xfe", "is not UTF-8 text"), (b" \n", "is empty"), (None, "no such file")]
 )
-def test_text_that_must_not_be_empty(tmp_path, content, named):
+def test_text_that_must_not_be_empty(tmp_path, content, message):
     path = tmp_path / "text"
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(UserError) as error:
         read_some_text(path)
-    assert str(error.value).startswith(str(path)) and named in str(error.value)
+    assert str(error.value).startswith(str(path)) and message in str(error.value)

@@ -1,4 +1,4 @@
-"""Names to folders: local names in this process, hub names through the real hub client against a server on loopback."""
+"""From names to folders: local names in this process, hub names with the real client against a server on loopback."""
 
 import errno
 import json
@@ -15,7 +15,7 @@ from huggingface_hub.errors import RevisionResolutionError
 from mlx_llama3.errors import UserError
 from mlx_llama3.system import hub as names
 
-# Runs in a process of its own, because the hub client reads its settings when it is imported.
+# Runs in its own process, because the hub client reads its settings when it is imported.
 RESOLVE = """
 import json, sys
 from mlx_llama3.errors import UserError
@@ -158,8 +158,8 @@ def test_download_takes_the_model_alone_and_later_runs_ask_nobody(hub, environme
     [[kind, folder]] = resolve(environment, "llama3.2-1b")
     assert kind == "folder"
     assert contents(folder) == MODEL
-    asked = {path.split("/")[1] for _, path, _ in hub.requests}
-    assert asked == {"api", "mlx-community", "cdn"}, "nothing but the model is asked for: no telemetry"
+    requested = {path.split("/")[1] for _, path, _ in hub.requests}
+    assert requested == {"api", "mlx-community", "cdn"}, "nothing but the model is requested: no telemetry"
     assert not any("agent" in path or "telemetry" in path for _, path, _ in hub.requests)
 
     hub.requests.clear()
@@ -185,10 +185,10 @@ def test_progress_counts_every_byte(hub, environment):
     done = subprocess.run(
         [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True, timeout=60
     )
-    told = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
+    reported = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
     size = sum(map(len, MODEL.values()))
-    assert max(told) == (size, size)
-    assert any(0 < count < size for count, _ in told), "told while it goes on"
+    assert max(reported) == (size, size)
+    assert any(0 < count < size for count, _ in reported), "reported during the download"
 
 
 def test_progress_counts_bytes_up_to_all_of_them(hub, environment):
@@ -196,7 +196,7 @@ def test_progress_counts_bytes_up_to_all_of_them(hub, environment):
     process = start(environment, "org/model", "org/model")
     _, err = process.communicate(timeout=60)
     total = sum(map(len, MODEL.values()))
-    assert f"progress: ({total}, {total})\nprogress:\n" in err, "and the second time nothing is downloaded"
+    assert f"progress: ({total}, {total})\nprogress:\n" in err, "the second time nothing is downloaded"
 
 
 def test_a_download_that_breaks_off_goes_on_where_it_was(hub, environment):
@@ -205,7 +205,7 @@ def test_a_download_that_breaks_off_goes_on_where_it_was(hub, environment):
     [[kind, folder]] = resolve(environment, "org/model")
     assert kind == "folder"
     assert contents(folder) == MODEL
-    resumed = [asked for method, path, asked in hub.requests if method == "GET" and "00001-of" in path]
+    resumed = [byte_range for method, path, byte_range in hub.requests if method == "GET" and "00001-of" in path]
     assert resumed == [None, f"bytes={10 << 20}-"]
 
 
@@ -289,11 +289,11 @@ def test_nothing_cached_and_no_network(environment):
 )
 def test_faults_of_the_disk(fault, expected):
     with pytest.raises(UserError) as error:
-        names._explain(fault, "org/model", None)
+        names._raise_user_error(fault, "org/model", None)
     assert str(error.value).startswith(f"org/model: {expected}")
     assert "\n" not in str(error.value)
 
 
 def test_a_fault_of_the_program_stays_one():
     with pytest.raises(ValueError, match="unheard of"):
-        names._explain(ValueError("unheard of"), "org/model", None)
+        names._raise_user_error(ValueError("unheard of"), "org/model", None)

@@ -1,4 +1,4 @@
-"""Memory with a stand-in for Metal: what is free, and the wired limit while there are models."""
+"""Memory with a stand-in for Metal: free memory, and the wired limit while models are loaded."""
 
 import gc
 import subprocess
@@ -18,17 +18,17 @@ class Model:
 
 @pytest.fixture
 def limits(monkeypatch) -> list[int]:
-    """A Mac's limits: each that is set, in their order, after the one that was there."""
-    found = [7]
+    """The wired limits of a Mac, in order: the initial one, then each that is set."""
+    limits = [7]
 
     def set_limit(limit: int) -> int:
-        found.append(limit)
-        return found[-2]
+        limits.append(limit)
+        return limits[-2]
 
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
     monkeypatch.setattr(mx, "device_info", lambda device: {"max_recommended_working_set_size": 1000.0})
     monkeypatch.setattr(mx, "set_wired_limit", set_limit)
-    return found
+    return limits
 
 
 def test_the_recommended_working_set_as_long_as_there_are_models(limits) -> None:
@@ -74,7 +74,7 @@ def test_without_metal_nothing_is_set(monkeypatch) -> None:
 
 def test_on_a_mac_the_weights_are_not_free(monkeypatch) -> None:
     def working_set(device: mx.Device | None = None) -> dict:
-        """Of the GPU; by default of the device that is in use, which may be the processor."""
+        """The GPU has one; the default device may be the CPU, which has none."""
         return {"max_recommended_working_set_size": 10**9} if device == mx.gpu else {"device_name": "M9"}
 
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
