@@ -1,6 +1,7 @@
-"""Which fused kernels serve a loaded model on this machine.
+"""The choice of fused kernels for a loaded model on this machine.
 
-Each one is tried for the model's shapes: it must be right, and faster than its reference. Decisions are kept in a file.
+A trial runs each kernel on the model's shapes: it must be correct, and faster than its reference. The decisions are
+stored in a file.
 """
 
 from mlx_llama3.autotune.choice import KernelChoice, choose, use_chosen

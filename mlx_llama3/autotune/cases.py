@@ -1,4 +1,4 @@
-"""The uses that a loaded model makes of each kernel: its own weights, random activations of its shapes and types."""
+"""Trial cases for the kernels: a loaded model's own weights, and random activations of its shapes and types."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -18,16 +18,18 @@ if TYPE_CHECKING:
     from mlx_llama3.model.transformer import Transformer
 
 CONTEXT = 1000  # positions before the one that is decoded
-# Positions of a pass, its name, and how many calls of a kernel are timed in a row. Odd, so that edges are tried.
+# Positions of a pass, its label, and the number of consecutive calls that are timed. The positions are odd, so that
+# the kernels' edge handling is tested too.
 PASSES = ((1, "one token", 48), (3, "a draft of 3 tokens", 48), (257, "a prompt of 257 tokens", 8))
 
-# Positions of a quantized cache that are packed, in one piece and split, and those at its end that are not.
+# Packed positions of a quantized cache (401: the kernel runs in one piece; 1900: it splits them), and the unpacked
+# positions at its end.
 PACKED = (401, 1900)
 DENSE = 100
 
 
 def model_cases(model: "Transformer") -> dict[str, list[Case]]:
-    """Each kernel's cases in this model, by its name; none of what it does not take, and its reference does anyway."""
+    """The trial cases of each kernel, by its name. Unsupported shapes are left out; the reference handles them."""
     makers: dict[str, Callable[[Transformer], Iterator[Case]]] = {
         "add_rms_norm": _add_rms_norm,
         "rope_qkv": _rope_qkv,
@@ -68,22 +70,23 @@ def _rope_qkv(model: "Transformer") -> Iterator[Case]:
                 (qkv,),
                 lambda qkv, rest=rest: rope_qkv.fused(qkv, *rest),
                 lambda qkv, rest=rest: rope_qkv.reference(qkv, *rest),
-                lambda inputs, outputs: (_side_by_side(*outputs, inputs[0].shape),),
+                lambda inputs, outputs: (_concatenated(*outputs, inputs[0].shape),),
                 qkv.dtype,
                 f"heads{rest[:2]}",
                 calls,
             )
 
 
-def _side_by_side(q: mx.array, kv: mx.array, shape: tuple[int, ...]) -> mx.array:
-    """Queries, keys and values as a projection `(1, S, width)` again, in whatever order: only time counts."""
+def _concatenated(q: mx.array, kv: mx.array, shape: tuple[int, ...]) -> mx.array:
+    """Queries, keys and values as one array `(1, S, width)` again. Their order does not matter: only time counts."""
     return mx.concatenate([q.reshape(*shape[:2], -1), kv.reshape(*shape[:2], -1)], axis=-1)
 
 
 def _swiglu_qmv(model: "Transformer") -> Iterator[Case]:
-    """A recipe may give layers other bits: a case for each form of weights, on the weights of all its layers in turn.
+    """Cases for each storage form of the weights, since a quantization recipe may give layers different bits.
 
-    In turn, because a model that is run never finds the same weights in a cache of the chip twice.
+    Consecutive calls use the weights of one layer after the other, so that the chip's caches do not hold them; a
+    running model does not have them cached either.
     """
     forms: dict[str, list[PackedLinear]] = {}
     for layer in model.layers:
@@ -99,15 +102,15 @@ def _swiglu_qmv(model: "Transformer") -> Iterator[Case]:
                     (x, 0),
                     lambda x, i, weights=weights: [swiglu_qmv.fused(weights[i % len(weights)], x)],
                     lambda x, i, weights=weights: [swiglu_qmv.reference(weights[i % len(weights)], x)],
-                    lambda inputs, outputs: (_narrowed(outputs[0], inputs[0]), inputs[1] + 1),
+                    lambda inputs, outputs: (_first_columns(outputs[0], inputs[0]), inputs[1] + 1),
                     x.dtype,
                     form,
                     calls // 3,
                 )
 
 
-def _narrowed(y: mx.array, x: mx.array) -> mx.array:
-    """The first columns of y `(1, S, hidden_dim)`, as many as x has; a model may be narrower inside."""
+def _first_columns(y: mx.array, x: mx.array) -> mx.array:
+    """The first columns of y `(1, S, hidden_dim)`, as many as x has; x itself if `hidden_dim` is less than that."""
     return y[..., : x.shape[-1]] if y.shape[-1] >= x.shape[-1] else x
 
 
@@ -118,16 +121,16 @@ def _sdpa_quantized(model: "Transformer") -> Iterator[Case]:
     for bits, packed in product(KV_BITS, PACKED):
         layout = PackedLayout(args.head_dim, bits)
         kv_shape = (2, 1, args.n_kv_heads)
-        records = pack(_random(model, (*kv_shape, packed, args.head_dim), 4), layout)
+        packed_kv = pack(_random(model, (*kv_shape, packed, args.head_dim), 4), layout)
         dense = _random(model, (*kv_shape, QuantizedKVCache.ROOM, args.head_dim), 5)
         for length, label, calls in PASSES[:2]:
             q = _random(model, (1, args.n_heads, length, args.head_dim), 6)
             rest = ((DENSE, packed), args.head_dim**-0.5, layout)
-            if sdpa_quantized.takes(q, dense, records, layout):
+            if sdpa_quantized.takes(q, dense, packed_kv, layout):
                 yield Case(
                     "sdpa_quantized",
                     f"{label} after {packed} in {bits} bits",
-                    (q, dense, records),
+                    (q, dense, packed_kv),
                     lambda *arrays, rest=rest: [sdpa_quantized.fused(*arrays, *rest)],
                     lambda *arrays, rest=rest: [sdpa_quantized.reference(*arrays, *rest)],
                     lambda inputs, outputs: (outputs[0], *inputs[1:]),
@@ -137,10 +140,10 @@ def _sdpa_quantized(model: "Transformer") -> Iterator[Case]:
 
 
 def _dtype(model: "Transformer") -> mx.Dtype:
-    """Of the activations."""
+    """The dtype of the activations."""
     return model.norm.weight.dtype
 
 
 def _random(model: "Transformer", shape: tuple[int, ...], seed: int) -> mx.array:
-    """Values as activations have them, the same at every call; not computed before a trial needs them."""
+    """Normally distributed values of `shape` in the activations' dtype, the same for the same seed; lazy."""
     return mx.random.normal(shape, key=mx.random.key(seed)).astype(_dtype(model))

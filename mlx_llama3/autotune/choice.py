@@ -1,7 +1,7 @@
-"""Which kernels serve a loaded model: those that a trial on this machine found right and faster than their reference.
+"""Chooses the fused kernels of a loaded model: those that are correct and faster than their reference in a trial here.
 
-`MLX_LLAMA3_KERNELS` says how to choose: "auto" (the default) tries them where there is Metal, "reference" and "fused"
-take the one or the other without a trial.
+`MLX_LLAMA3_KERNELS` sets the mode: "auto" (the default) tries the kernels where there is Metal; "reference" and "fused"
+use the references or the kernels without a trial.
 """
 
 import hashlib
@@ -29,21 +29,21 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 VARIABLE = "MLX_LLAMA3_KERNELS"
-WAYS = ("auto", "reference", "fused")
+MODES = ("auto", "reference", "fused")
 NAMES = tuple(field.name for field in fields(Kernels))
 
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """The kernels that serve, and of each what was found."""
+    """The kernels to use, and the decision on each kernel by its name."""
 
     kernels: Kernels
     decisions: Mapping[str, Decision]
 
     @classmethod
     def of(cls, decisions: Mapping[str, Decision]) -> "KernelChoice":
-        """Those that a trial found worth using."""
-        return cls(Kernels(**{name: each.state == "used" for name, each in decisions.items()}), decisions)
+        """The kernels whose decision is "used"."""
+        return cls(Kernels(**{name: decision.state == "used" for name, decision in decisions.items()}), decisions)
 
     @classmethod
     def all_alike(cls, kernels: Kernels, reason: str) -> "KernelChoice":
@@ -58,28 +58,28 @@ def has_metal() -> bool:
 
 
 def requested_kernels() -> str:
-    """What `MLX_LLAMA3_KERNELS` says.
+    """The mode that `MLX_LLAMA3_KERNELS` sets: "auto", "reference" or "fused".
 
-    Raises `UserError` for a word that it does not know, and for "fused" where there is no Metal.
+    Raises `UserError` for any other word, and for "fused" without Metal.
     """
-    way = os.environ.get(VARIABLE, "").strip() or WAYS[0]
-    if way not in WAYS:
-        raise UserError(f"{VARIABLE} is {way!r:.40}; it must be one of {', '.join(WAYS)}")
-    if way == "fused" and not has_metal():
-        raise UserError(f"{VARIABLE} is fused, but the kernels need Metal, which is not here; say auto or reference")
-    return way
+    mode = os.environ.get(VARIABLE, "").strip() or MODES[0]
+    if mode not in MODES:
+        raise UserError(f"{VARIABLE} is {mode!r:.40}; it must be one of {', '.join(MODES)}")
+    if mode == "fused" and not has_metal():
+        raise UserError(f"{VARIABLE} is fused, but the kernels need Metal, which is not here; set auto or reference")
+    return mode
 
 
 def use_chosen(model: "Transformer") -> KernelChoice:
-    """Choose the kernels of a model and have them serve it.
+    """Choose the kernels of a model, and switch the model to them.
 
-    On a Mac the first model of each shape takes about a second for it; what was found is kept (`decisions.py`).
-    Raises `UserError` as `requested_kernels`.
+    On a Mac the trials of the first model of each shape take about a second; the decisions are stored
+    (`decisions.py`). Raises `UserError` as `requested_kernels`.
     """
-    way = requested_kernels()
-    if way == "reference":
+    mode = requested_kernels()
+    if mode == "reference":
         choice = KernelChoice.all_alike(REFERENCE, f"{VARIABLE} is reference")
-    elif way == "fused":
+    elif mode == "fused":
         choice = KernelChoice.all_alike(FUSED, f"{VARIABLE} is fused: not tried")
     elif not has_metal():
         choice = KernelChoice.all_alike(REFERENCE, "there is no Metal here")
@@ -94,13 +94,13 @@ def _tried(model: "Transformer") -> KernelChoice:
     from mlx_llama3.autotune.whole_step import step_case
 
     file = DecisionFile(cache_dir() / "kernels.json")
-    choice = choose(model_cases(model), file, machine(), together=partial(step_case, model))
-    mx.clear_cache()  # of what the trials used
+    choice = choose(model_cases(model), file, machine(), whole_step=partial(step_case, model))
+    mx.clear_cache()  # frees the buffers of the trials
     return choice
 
 
 def machine() -> str:
-    """What a decision holds for besides shapes: chip, system (whose compiler it is), MLX, and the kernels' source."""
+    """What a decision depends on besides shapes: chip, system (with its compiler), MLX, and the kernels' source."""
     chip = mx.device_info()["device_name"]
     return f"{chip}|{platform.system()} {platform.mac_ver()[0]}|MLX {mx.__version__}|{sources_hash()}"
 
@@ -110,76 +110,80 @@ def choose(
     file: DecisionFile,
     machine: str,
     *,
-    together: Callable[[Kernels], Case] | None = None,
+    whole_step: Callable[[Kernels], Case] | None = None,
     device: Device | None = None,
     timing: Timing | None = None,
 ) -> KernelChoice:
-    """A decision on each kernel: the one that is kept, or else what a trial of its cases finds, which is then kept.
+    """The decision on each kernel: the stored one, or else the result of a trial of its cases, which is then stored.
 
-    together: makes the case of all that serve. If that one is wrong or slower, none of them does.
+    whole_step: makes the case of all used kernels together. If that case is wrong or slower, none of them is used.
     """
-    kept = file.read()
+    stored = file.read()
 
-    def decide(kernel: str, uses: Sequence[Case]) -> Decision:
-        if not uses:
+    def decide(kernel: str, trials: Sequence[Case]) -> Decision:
+        if not trials:
             return Decision("absent", "it does not take the shapes or types of this model")
-        key, name = "|".join([machine, *(case.key for case in uses)]), f"kernel {kernel}" if kernel in NAMES else kernel
-        if key in kept and kept[key] != _unfinished(file):
-            return kept[key]
+        key = "|".join([machine, *(case.key for case in trials)])
+        name = f"kernel {kernel}" if kernel in NAMES else kernel
+        if key in stored and stored[key] != _unfinished(file):
+            return stored[key]
         with file.trying():
-            if (found := file.read().get(key)) is not None:  # by another process meanwhile
-                if found == _unfinished(file):  # said at every start: the end may have had another cause
-                    _tell(name, found)
-                return found
-            with _surviving(file, key):
-                decision = try_kernel(uses, device or Device(), timing or Timing())
+            if (decision := file.read().get(key)) is not None:  # stored by another process meanwhile
+                if decision == _unfinished(file):  # logged at every start: the crash may have had another cause
+                    _log(name, decision)
+                return decision
+            with _marked_unfinished(file, key):
+                decision = try_kernel(trials, device or Device(), timing or Timing())
                 file.add({key: decision})
-        _tell(name, decision)
+        _log(name, decision)
         return decision
 
-    decisions = {kernel: decide(kernel, uses) for kernel, uses in cases.items()}
-    # A quantized cache is no part of the plain step.
+    decisions = {kernel: decide(kernel, trials) for kernel, trials in cases.items()}
+    # The whole step has no quantized cache.
     kernels = replace(KernelChoice.of(decisions).kernels, sdpa_quantized=False)
-    if together is not None and kernels != REFERENCE:
-        whole = decide("all kernels together", [together(kernels)])
-        if whole.state != "used":
-            decisions |= {kernel: _spoilt(decisions[kernel], whole) for kernel in decisions if getattr(kernels, kernel)}
+    if whole_step is not None and kernels != REFERENCE:
+        step = decide("all kernels together", [whole_step(kernels)])
+        if step.state != "used":
+            rejected = [kernel for kernel in decisions if getattr(kernels, kernel)]
+            decisions |= {kernel: _rejected(decisions[kernel], step) for kernel in rejected}
     return KernelChoice.of(decisions)
 
 
 @contextmanager
-def _surviving(file: DecisionFile, key: str) -> Iterator[None]:
-    """Around a trial. A kernel that faults on the GPU ends the process, as MLX handles it; the next start finds here
-    that this one failed, and leaves it alone."""
+def _marked_unfinished(file: DecisionFile, key: str) -> Iterator[None]:
+    """Store an unfinished decision during a trial, so that the next start does not try a kernel that crashed.
+
+    MLX ends the process when a kernel faults on the GPU.
+    """
     file.add({key: _unfinished(file)})
     try:
         yield
-    except BaseException:  # Ctrl-C says nothing of a kernel
+    except BaseException:  # Ctrl-C says nothing about a kernel
         file.remove(key)
         raise
 
 
 def _unfinished(file: DecisionFile) -> Decision:
-    """What stands for a trial in the file until it has ended."""
+    """The decision that is in the file while a trial runs."""
     return Decision("failed", f"the program ended while it was tried; to try again, delete {file.path}")
 
 
-def _spoilt(decision: Decision, whole: Decision) -> Decision:
-    """What is left of a decision for a kernel, where all together are none to use."""
-    return Decision(whole.state, f"all together: {whole.reason}; alone: {decision.reason}", decision.ratio)
+def _rejected(decision: Decision, step: Decision) -> Decision:
+    """The decision for one kernel after the trial of the whole step failed."""
+    return Decision(step.state, f"all together: {step.reason}; alone: {decision.reason}", decision.ratio)
 
 
-def _tell(what: str, decision: Decision) -> None:
-    """One line, once; a kernel that serves is no news."""
+def _log(name: str, decision: Decision) -> None:
+    """Log a decision in one line: a used kernel as information, any other as a warning."""
     level = logging.INFO if decision.state == "used" else logging.WARNING
-    log.log(level, "%s: %s (%s)", what, decision.state, decision.reason)
+    log.log(level, "%s: %s (%s)", name, decision.state, decision.reason)
 
 
 @cache
 def sources_hash() -> str:
-    """Of the kernels and of their trial, so that a kernel which was changed is tried again."""
+    """A hash of the sources of the kernels and their trials, so that a changed kernel is tried again."""
     digest = hashlib.sha256()
-    here = Path(__file__).parent
-    for file in sorted([*here.glob("*.*"), *(here.parent / "model" / "kernels").glob("*.*")]):
+    autotune = Path(__file__).parent
+    for file in sorted([*autotune.glob("*.*"), *(autotune.parent / "model" / "kernels").glob("*.*")]):
         digest.update(file.name.encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""The trial of one kernel: is it right, and is it faster than its reference, on the shapes of the loaded model?"""
+"""The trial of one kernel: is it correct, and faster than its reference, on the shapes of the loaded model?"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,11 +11,12 @@ from mlx_llama3.autotune.decisions import Decision
 import mlx.core as mx
 import mlx.nn as nn
 
-# Largest difference from the reference, as a share of the largest value of an output; the root mean square of the
-# difference, as a share of the output's, may be a quarter of it. Both round in the model's dtype, at other places.
+# Allowed maximum difference from the reference, relative to the output's largest absolute value. The allowed root mean
+# square of the difference, relative to the output's, is a quarter of it. Kernel and reference round in the model's
+# dtype, but at different places.
 TOLERANCE = {mx.float32: 1e-4, mx.float16: 5e-3, mx.bfloat16: 4e-2}
 
-# What MLX raises when a kernel does not compile, or is given what it does not take.
+# What MLX raises when a kernel does not compile, or when its arguments are invalid.
 FAULTS = (RuntimeError, ValueError, TypeError)
 
 Arrays = Sequence[mx.array]
@@ -25,14 +26,18 @@ Arrays = Sequence[mx.array]
 class Case:
     """One use of a kernel by a model.
 
-    kernel: its name. label: of the use, for people. inputs: arrays of real shapes and types, and which weights to use.
-    fused, reference: from the inputs to the outputs, of the same shapes and types.
-    again: from the inputs and the outputs to the next call's inputs, so that calls wait for one another as in a model.
-    dtype: of the model's activations, which sets the tolerance.
-    weights: what else the call depends on, for the key. calls: in a row, for one reading of the clock; a wait for the
-    device takes as long as some twenty small kernels. slack: how many times the tolerance is allowed.
-    queued: time the making of the graph as well; each call is queued while the next one is made, as in decoding. One
-    more goes before, for what is recorded at the first call.
+    kernel: its name. label: the use, for messages. inputs: arrays of the model's shapes and types, and the index of the
+    weights.
+    fused, reference: functions from the inputs to the outputs, of the same shapes and types.
+    next_inputs: from the inputs and outputs of a call to the inputs of the next, so that calls depend on each other as
+    in a model.
+    dtype: of the model's activations; sets the tolerance.
+    weights: what else the call depends on, for the key.
+    calls: number of consecutive calls that are timed together, since a wait for the device takes as long as about
+    twenty small kernels.
+    slack: a factor on the tolerance.
+    queued: also time the building of the graph; each call is queued while the next one is built, as in decoding. One
+    call runs first, because the first call compiles.
     """
 
     kernel: str
@@ -40,7 +45,7 @@ class Case:
     inputs: tuple[Any, ...]
     fused: Callable[..., Arrays]
     reference: Callable[..., Arrays]
-    again: Callable[[tuple[Any, ...], Arrays], tuple[Any, ...]]
+    next_inputs: Callable[[tuple[Any, ...], Arrays], tuple[Any, ...]]
     dtype: mx.Dtype
     weights: str = ""
     calls: int = 48
@@ -50,39 +55,39 @@ class Case:
     @property
     def key(self) -> str:
         """Kernel, shapes and types, as one string."""
-        arrays = [each for each in self.inputs if isinstance(each, mx.array)]
-        shapes = ",".join(f"{name(each.dtype)}{list(each.shape)}" for each in arrays)
+        arrays = [value for value in self.inputs if isinstance(value, mx.array)]
+        shapes = ",".join(f"{dtype_name(array.dtype)}{list(array.shape)}" for array in arrays)
         return f"{self.kernel}({shapes}) {self.weights}".replace(" ", "")
 
 
 @dataclass(frozen=True)
 class Timing:
-    """How long to look at one case: at most so many `seconds`, but not fewer than `fewest` rounds."""
+    """How long to time one case: about `seconds` at most, but `min_rounds` to `max_rounds` rounds."""
 
     seconds: float = 0.08
-    fewest: int = 5
-    most: int = 60
+    min_rounds: int = 5
+    max_rounds: int = 60
 
 
 class Device:
-    """The machine as a trial sees it: computes, and tells the time."""
+    """What a trial needs of the machine: computing and a clock. Tests replace it."""
 
     def clock(self) -> float:
         """Seconds."""
         return perf_counter()
 
     def queue(self, arrays: Arrays) -> None:
-        """Begin to compute these, and return at once."""
+        """Start to compute the arrays, and return at once."""
         mx.async_eval(*arrays)
 
     def run(self, arrays: Arrays) -> None:
-        """Compute these, and wait."""
+        """Compute the arrays, and wait for them."""
         mx.eval(*arrays)
         mx.synchronize()
 
 
 def try_kernel(cases: Sequence[Case], device: Device, timing: Timing) -> Decision:
-    """Whether a kernel may serve: right in all its cases, faster in one at least, slower in none."""
+    """Decide whether to use a kernel: if it is correct in all its cases, faster in at least one, and slower in none."""
     best, reason = 1.0, ""
     try:
         for case in cases:
@@ -90,108 +95,109 @@ def try_kernel(cases: Sequence[Case], device: Device, timing: Timing) -> Decisio
                 return Decision("failed", f"{case.label}: {wrong}")
         for case in cases:
             ratio, spread = compare(case, device, timing)
-            told = f"{case.label}: {ratio:.2f} of the reference's time (±{spread:.2f})"
+            result = f"{case.label}: {ratio:.2f} of the reference's time (±{spread:.2f})"
             if ratio - spread > 1.01:
-                return Decision("slower", told, ratio)
+                return Decision("slower", result, ratio)
             if ratio + spread < 1 and ratio < best:
-                best, reason = ratio, told
-            reason = reason or told
+                best, reason = ratio, result
+            reason = reason or result
     except FAULTS as error:
         return Decision("failed", f"{case.label}: {first_line(error)}")
     return Decision("used", reason, best) if best < 1 else Decision("slower", f"not faster; {reason}", ratio)
 
 
 def difference(case: Case, device: Device) -> str | None:
-    """What is wrong with the kernel's outputs, in words; None if they are the reference's. Raises `FAULTS`."""
+    """How the kernel's outputs differ from the reference's, as text; None if they agree. Raises `FAULTS`."""
     expected = list(case.reference(*case.inputs))
-    found = list(case.fused(*case.inputs))
-    device.run([*expected, *found])
-    if len(found) != len(expected):
-        return f"{len(found)} outputs, the reference has {len(expected)}"
-    for index, (f, r) in enumerate(zip(found, expected, strict=True)):
-        if wrong := _unlike(f, r, case.slack * TOLERANCE[case.dtype]):
+    outputs = list(case.fused(*case.inputs))
+    device.run([*expected, *outputs])
+    if len(outputs) != len(expected):
+        return f"{len(outputs)} outputs, the reference has {len(expected)}"
+    for index, (output, reference) in enumerate(zip(outputs, expected, strict=True)):
+        if wrong := _mismatch(output, reference, case.slack * TOLERANCE[case.dtype]):
             return f"output {index} {wrong}"
     return None
 
 
-def _unlike(found: mx.array, expected: mx.array, tolerance: float) -> str | None:
-    if found.shape != expected.shape:
-        return f"has shape {found.shape}, the reference {expected.shape}"
-    if found.dtype != expected.dtype:
-        return f"is {name(found.dtype)}, the reference {name(expected.dtype)}"
-    f, r = found.astype(mx.float32), expected.astype(mx.float32)
+def _mismatch(output: mx.array, reference: mx.array, tolerance: float) -> str | None:
+    if output.shape != reference.shape:
+        return f"has shape {output.shape}, the reference {reference.shape}"
+    if output.dtype != reference.dtype:
+        return f"is {dtype_name(output.dtype)}, the reference {dtype_name(reference.dtype)}"
+    f, r = output.astype(mx.float32), reference.astype(mx.float32)
     if not mx.isfinite(f).all().item():
         return "holds NaN or infinity"
     largest = mx.abs(f - r).max().item() / max(mx.abs(r).max().item(), 1e-30)
-    typical = (mx.square(f - r).mean().item() / max(mx.square(r).mean().item(), 1e-30)) ** 0.5
-    if largest > tolerance or typical > tolerance / 4:
-        return (
-            f"differs by {largest:.1g} at most and {typical:.1g} typically; {tolerance:g} and {tolerance / 4:g} may be"
-        )
+    rms = (mx.square(f - r).mean().item() / max(mx.square(r).mean().item(), 1e-30)) ** 0.5
+    if largest > tolerance or rms > tolerance / 4:
+        return f"differs by {largest:.1g} at most and {rms:.1g} RMS; {tolerance:g} and {tolerance / 4:g} are allowed"
     return None
 
 
 def compare(case: Case, device: Device, timing: Timing) -> tuple[float, float]:
-    """The kernel's time over its reference's: the median over rounds, and how far it may be off.
+    """The kernel's time divided by its reference's: the median over rounds, and the uncertainty of that median.
 
-    A round times both, and each comes first in every other round, so that neither a drift of the clock rate nor what
-    the other left in caches favours one. Rounds go on until the median is known to 1.5 %, or clearly says who wins.
+    A round times both, in alternating order, so that neither a drifting clock rate nor the contents of the caches
+    favours one. Rounds repeat until the median is known to 1.5 %, or clearly decides.
     """
     for call in (case.reference, case.fused):
-        _seconds(case, call, device)  # compiles, and brings the device to its clock rate
+        _seconds(case, call, device)  # compiles, and brings the device to its full clock rate
     ratios: list[float] = []
-    begin = device.clock()
-    while len(ratios) < timing.most:
+    start = device.clock()
+    while len(ratios) < timing.max_rounds:
         order = (case.fused, case.reference) if len(ratios) % 2 else (case.reference, case.fused)
         seconds = {call is case.fused: _seconds(case, call, device) for call in order}
         ratios.append(seconds[True] / seconds[False])
-        if len(ratios) < timing.fewest:
+        if len(ratios) < timing.min_rounds:
             continue
         spread = _spread(ratios)
-        far = abs(median(ratios) - 1) > spread + 0.03
-        if spread < 0.015 or far or device.clock() - begin > timing.seconds:
+        decided = abs(median(ratios) - 1) > spread + 0.03
+        if spread < 0.015 or decided or device.clock() - start > timing.seconds:
             break
     return median(ratios), _spread(ratios)
 
 
 def _spread(ratios: list[float]) -> float:
-    """Two standard errors of the median, from the middle half of the values, whatever the outliers are.
+    """Two standard errors of the median, from the interquartile range, which ignores outliers.
 
-    Of normal values the middle half spans 1.35 standard deviations, and the median's error is 1.25 of the mean's.
+    For normally distributed values that range is 1.35 standard deviations, and the standard error of the median is 1.25
+    times that of the mean.
     """
     low, _, high = quantiles(ratios, n=4)
     return 2 * 1.25 * (high - low) / 1.35 / len(ratios) ** 0.5
 
 
 def _seconds(case: Case, call: Callable[..., Arrays], device: Device) -> float:
-    """Of a row of calls, each on what the one before gave. What a model does not use (the reference's squared norms)
-    is not computed."""
+    """Time `case.calls` calls, each on the outputs of the one before.
+
+    Outputs that a model does not use (the reference's squared norms) are not computed.
+    """
     if case.queued:
         device.run(call(*case.inputs))
-    inputs, begin = case.inputs, device.clock()
+    inputs, start = case.inputs, device.clock()
     for _ in range(case.calls):
-        inputs = case.again(inputs, call(*inputs))
+        inputs = case.next_inputs(inputs, call(*inputs))
         if case.queued:
             device.queue(inputs)
     if not case.queued:
-        begin = device.clock()  # in a model, making the graph runs ahead of the device
+        start = device.clock()  # in a model, the host builds the graph while the device computes
     device.run(inputs)
-    return max(device.clock() - begin, 1e-9)
+    return max(device.clock() - start, 1e-9)
 
 
 def first_line(error: BaseException) -> str:
-    """An error in one line: of a compiler's output the first line that says "error", or else the first at all."""
+    """An error in one line: the first line of its message that contains "error", or else the first line."""
     lines = [" ".join(line.split()) for line in str(error).splitlines() if line.strip()]
     line = next((line for line in lines if "error" in line.lower()), lines[0] if lines else "")
     return f"{type(error).__name__}: {line:.200}"
 
 
 def matrix_form(matrix: nn.Module) -> str:
-    """How a matrix is stored: its bits and groups if it is quantized, its type and shape."""
+    """The storage form of a matrix, as a string: bits and group size if it is quantized, dtype and shape."""
     kind = f"{matrix.bits}bit/{matrix.group_size}{matrix.mode}" if isinstance(matrix, nn.QuantizedLinear) else "dense"
-    return f"{kind}{name(matrix.weight.dtype)}{list(matrix.weight.shape)}"
+    return f"{kind}{dtype_name(matrix.weight.dtype)}{list(matrix.weight.shape)}"
 
 
-def name(dtype: Any) -> str:
+def dtype_name(dtype: Any) -> str:
     """`bfloat16` for `mx.bfloat16`."""
     return str(dtype).rsplit(".", 1)[-1]

@@ -1,6 +1,6 @@
-"""All chosen kernels together, in the model's own decoding step: what counts in the end.
+"""The trial of all chosen kernels together, in the model's own decoding step.
 
-A kernel that is faster alone may cost more than it gains in the host's time, which a trial of its own does not see.
+A kernel that is faster alone may cost more host time than it gains, which the trial of one kernel does not measure.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,15 +18,16 @@ if TYPE_CHECKING:
     from mlx_llama3.model.transformer import Transformer
 
 CONTEXT = 16  # tokens before the one that is decoded
-READING = 2e9  # bytes of weights to read for one reading of the clock
+TIMED_BYTES = 2e9  # weights that the steps of one timing read together
 
 
 def step_case(model: "Transformer", kernels: Kernels) -> Case:
-    """Decoding one token with these kernels, beside the references; the model is left with either.
+    """A case that decodes one token with these kernels and with the references. The model is left with either of them.
 
-    Rounding adds up over the layers, as a random walk does; so the tolerance of one kernel grows with their root.
+    Rounding errors add up over the layers like a random walk, so the tolerance grows with the square root of their
+    number.
     """
-    bytes_a_step = sum(each.nbytes for _, each in tree_flatten(model.parameters()))
+    bytes_per_step = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
     return Case(
         "whole_step",
         "the model's step",
@@ -36,14 +37,14 @@ def step_case(model: "Transformer", kernels: Kernels) -> Case:
         lambda _, outputs: (outputs[0].argmax(axis=-1, keepdims=True),),
         model.norm.weight.dtype,
         f"{kernels}{_shapes(model)}",
-        calls=max(1, min(16, round(READING / bytes_a_step))),
+        calls=max(1, min(16, round(TIMED_BYTES / bytes_per_step))),
         slack=4 * len(model.layers) ** 0.5,
         queued=True,
     )
 
 
 def _step(model: "Transformer", kernels: Kernels) -> Callable[[mx.array], Sequence[mx.array]]:
-    """From a token `(1, 1)` to the logits `(1, vocab)` after it, always at the same position, in a cache of its own."""
+    """A function from a token `(1, 1)` to its logits `(1, vocab)`, always at the same position, with its own cache."""
     cache: list[KVCache] = []
 
     def step(token: mx.array) -> Sequence[mx.array]:
@@ -60,6 +61,6 @@ def _step(model: "Transformer", kernels: Kernels) -> Callable[[mx.array], Sequen
 
 
 def _shapes(model: "Transformer") -> str:
-    """How many layers, and the forms of their matrices."""
-    matrices = [each for each in model.modules() if isinstance(each, nn.Linear | nn.QuantizedLinear)]
-    return f"{len(model.layers)}layers,{','.join(sorted({matrix_form(each) for each in matrices}))}"
+    """The number of layers and the storage forms of the matrices, for the key."""
+    matrices = [module for module in model.modules() if isinstance(module, nn.Linear | nn.QuantizedLinear)]
+    return f"{len(model.layers)}layers,{','.join(sorted({matrix_form(matrix) for matrix in matrices}))}"

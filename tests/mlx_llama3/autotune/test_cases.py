@@ -1,4 +1,4 @@
-"""The cases that a model gives for the trials: its own shapes, types and weights, right on the reference's side."""
+"""The trial cases of a model: they have its shapes, types and weights, and their references are correct."""
 
 import logging
 from dataclasses import replace
@@ -25,7 +25,7 @@ ARGS = tiny_args(dim=128, hidden_dim=256, head_dim=64)
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Transformer:
-    """Its weights are packed in 4 bits, the feed-forward of the last layer in 8."""
+    """A model with weights in 4 bits, but w1 and w3 of the last layer in 8."""
     weights = random_weights(ARGS)
     packed, last = quantized(weights), quantized(weights, bits=8)
     eight = ("mlp.gate_proj", "mlp.up_proj")
@@ -35,7 +35,7 @@ def model(tmp_path_factory) -> Transformer:
     settings |= {f"model.layers.2.{name}": {"bits": 8, "group_size": 32} for name in eight}
     folder = write_folder(tmp_path_factory.mktemp("model"), ARGS, packed, quantization=settings)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loading, "_fits_expanded", lambda *_: False)  # as on a Mac
+        patch.setattr(loading, "_fits_expanded", lambda *_: False)  # keep the weights packed, as on a Mac
         return loading.load_model(folder)
 
 
@@ -48,7 +48,7 @@ def test_cases_are_the_models_own(model) -> None:
     assert "swiglu_qmv(float32[1,1,128])4bit/32affineuint32[512,16]" in keys
     assert "swiglu_qmv(float32[1,3,128])8bit/32affineuint32[512,32]" in keys
     assert "sdpa_quantized(float32[1,4,3,64],float32[2,1,2,168,64],uint32[1,2,1900,27])" in keys
-    # The kernel takes no prompts, so there is nothing to try for them.
+    # The kernel does not support prompts, so there are no cases for them.
     assert {case.inputs[0].shape[1] for case in cases["swiglu_qmv"]} == {1, 3}
     assert {case.inputs[0].shape[1] for case in cases["add_rms_norm"]} == {1, 3, 257}
 
@@ -58,7 +58,7 @@ def test_calls_in_a_row_keep_their_shapes(model) -> None:
         for case in cases:
             inputs = case.inputs
             for _ in range(3):
-                inputs = case.again(inputs, case.reference(*inputs))
+                inputs = case.next_inputs(inputs, case.reference(*inputs))
             shapes = [each.shape for each in inputs if isinstance(each, mx.array)]
             assert shapes == [each.shape for each in case.inputs if isinstance(each, mx.array)], kernel
 
@@ -69,10 +69,10 @@ def test_calls_in_a_row_take_the_weights_of_one_layer_after_the_other(model) -> 
     first, second = (layer.feed_forward.w13(x) for layer in model.layers[:2])
     for index, (gate, up) in enumerate((first, second, first)):
         assert mx.allclose(case.reference(x, index)[0], gate * mx.sigmoid(gate) * up, atol=1e-6).item()
-    assert case.again(case.inputs, case.reference(*case.inputs))[1] == 1
+    assert case.next_inputs(case.inputs, case.reference(*case.inputs))[1] == 1
 
 
-def test_what_a_kernel_does_not_take_is_no_case(tmp_path) -> None:
+def test_unsupported_shapes_are_no_case(tmp_path) -> None:
     cases = model_cases(loading.load_model(write_folder(tmp_path, tiny_args())))
     assert cases["swiglu_qmv"] == []  # dense weights
     assert cases["sdpa_quantized"] == []  # heads of 16
@@ -87,7 +87,7 @@ def test_the_step_is_that_of_the_model(model) -> None:
             (logits,) = call(mx.array([[7]]))
             assert mx.allclose(logits, expected, atol=1e-4).item()
     token = mx.argmax(expected, axis=-1, keepdims=True)
-    assert mx.array_equal(case.again(case.inputs, case.reference(mx.array([[7]])))[0], token).item()
+    assert mx.array_equal(case.next_inputs(case.inputs, case.reference(mx.array([[7]])))[0], token).item()
     assert 1 <= case.calls <= 16 and case.queued
 
 
@@ -95,33 +95,33 @@ def test_a_queued_case_is_timed_with_the_making_of_its_graph(model) -> None:
     device = StandIn(noise=0.02)
     case = step_case(model, REFERENCE)
 
-    def thinking(seconds: float):
+    def with_host_time(seconds: float):
         def call(token: mx.array) -> list[mx.array]:
-            device.now += seconds  # of the host
+            device.now += seconds  # on the host
             device.spend(1e-6)
             return case.reference(token)
 
         return call
 
-    slow = replace(case, calls=2, fused=thinking(3e-3), reference=thinking(1e-3))
+    slow = replace(case, calls=2, fused=with_host_time(3e-3), reference=with_host_time(1e-3))
     assert try_kernel([slow], device, Timing()).ratio == pytest.approx(3, abs=0.1)
     assert try_kernel([replace(slow, queued=False)], device, Timing()).ratio == pytest.approx(1, abs=0.02)
 
 
 @pytest.mark.skipif(mx.metal.is_available(), reason="kernels run here")
-def test_where_kernels_cannot_run_none_serves_and_the_log_says_why(model, tmp_path, caplog) -> None:
+def test_where_kernels_cannot_run_none_is_used_and_the_log_says_why(model, tmp_path, caplog) -> None:
     with caplog.at_level(logging.WARNING):
         chosen = choose(model_cases(model), DecisionFile(tmp_path / "k.json"), "Linux", device=StandIn())
     assert chosen.kernels == REFERENCE
     assert {each.state for each in chosen.decisions.values()} == {"failed"}
-    assert all("No Metal back-end" in record.getMessage() for record in caplog.compiles)
+    assert all("No Metal back-end" in record.getMessage() for record in caplog.records)
     decision = try_kernel([step_case(model, FUSED)], StandIn(), Timing())
     assert decision.state == "failed" and "No Metal back-end" in decision.reason
     model.use(REFERENCE)
 
 
 def test_shipped_kernels_pass_their_trials_on_emulated_metal(model) -> None:
-    """In float32; on the CPU the references' 16-bit products are too inexact to be held against."""
+    """In float32, because the CPU's 16-bit products are too inexact to serve as references."""
     cases = [case for each in model_cases(model).values() for case in each]
     with emulated() as emulation:
         for case in cases:
@@ -136,7 +136,7 @@ def test_shipped_kernels_pass_together_on_emulated_metal(model) -> None:
     model.use(REFERENCE)
 
 
-def test_a_mistake_in_a_kernel_is_found_on_emulated_metal(model, monkeypatch) -> None:
+def test_a_bug_in_a_kernel_is_detected_on_emulated_metal(model, monkeypatch) -> None:
     (case, *_) = model_cases(model)["rope_qkv"]
     monkeypatch.setattr(rope_qkv, "SOURCE", rope_qkv.SOURCE.replace("float(low) * sine +", "float(low) * sine -"))
     with emulated(rope_qkv._kernel):

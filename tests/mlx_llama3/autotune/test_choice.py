@@ -1,4 +1,4 @@
-"""The choice of kernels, without Metal: which serve, what the log says, what is kept and what the variable does."""
+"""The choice of kernels, without Metal: which are used, what is logged and stored, and `MLX_LLAMA3_KERNELS`."""
 
 import logging
 import os
@@ -25,7 +25,7 @@ def raising(x: mx.array) -> mx.array:
 
 
 def four(device: StandIn) -> dict:
-    """One that is good, and three that are not."""
+    """One kernel that is good, and three that are wrong, slow or broken."""
     return {
         "add_rms_norm": [device.case("add_rms_norm")],
         "rope_qkv": [device.case("rope_qkv", fused=lambda x: 3 * x)],
@@ -34,22 +34,22 @@ def four(device: StandIn) -> dict:
     }
 
 
-def test_the_reference_serves_where_a_kernel_is_wrong_slow_or_broken(tmp_path, caplog) -> None:
+def test_the_reference_is_used_where_a_kernel_is_wrong_slow_or_broken(tmp_path, caplog) -> None:
     device = StandIn(noise=0.02)
     with caplog.at_level(logging.INFO):
         chosen = choose(four(device), DecisionFile(tmp_path / "k.json"), "M9", device=device)
     assert chosen.kernels == Kernels(add_rms_norm=True)
-    lines = [(record.levelname, record.getMessage()) for record in caplog.compiles]
+    lines = [(record.levelname, record.getMessage()) for record in caplog.records]
     assert [level for level, _ in lines] == ["INFO", "WARNING", "WARNING", "WARNING"]
-    told = [line for _, line in lines]
-    assert told[0].startswith("kernel add_rms_norm: used (one token: 0.5")
-    assert told[1].startswith("kernel rope_qkv: failed (one token: output 0 differs by 0.5 at most")
-    assert told[2].startswith("kernel swiglu_qmv: slower (one token: 2.0")
-    assert told[3].startswith("kernel sdpa_quantized: failed (one token: RuntimeError: program_source:3:1: error: ")
-    assert not any("\n" in line for line in told)
+    messages = [message for _, message in lines]
+    assert messages[0].startswith("kernel add_rms_norm: used (one token: 0.5")
+    assert messages[1].startswith("kernel rope_qkv: failed (one token: output 0 differs by 0.5 at most")
+    assert messages[2].startswith("kernel swiglu_qmv: slower (one token: 2.0")
+    assert messages[3].startswith("kernel sdpa_quantized: failed (one token: RuntimeError: program_source:3:1: error: ")
+    assert not any("\n" in message for message in messages)
 
 
-def test_nan_is_never_served(tmp_path) -> None:
+def test_a_kernel_that_gives_nan_is_not_used(tmp_path) -> None:
     device = StandIn()
     cases = {"rope_qkv": [device.case(fused=lambda x: x * mx.nan)]}
     chosen = choose(cases, DecisionFile(tmp_path / "k.json"), "M9", device=device)
@@ -65,16 +65,16 @@ def test_a_second_start_tries_nothing_and_says_nothing(tmp_path, caplog) -> None
     second = choose(four(again), DecisionFile(file.path), "M9", device=again)
     assert second == first
     assert again.runs == 0
-    assert not caplog.compiles
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("fault", ["slower", "failed"])
-def test_kernels_that_are_slower_or_wrong_together_do_not_serve(tmp_path, caplog, fault) -> None:
+def test_kernels_that_are_slower_or_wrong_together_are_not_used(tmp_path, caplog, fault) -> None:
     device, file = StandIn(), DecisionFile(tmp_path / "k.json")
-    asked = []
+    tried = []
 
-    def together(kernels: Kernels):
-        asked.append(kernels)
+    def whole_step(kernels: Kernels):
+        tried.append(kernels)
         return device.case("all", seconds=2e-5, fused=None if fault == "slower" else raising, label="the model's step")
 
     cases = {
@@ -83,21 +83,21 @@ def test_kernels_that_are_slower_or_wrong_together_do_not_serve(tmp_path, caplog
         "sdpa_quantized": [device.case("c")],
         "swiglu_qmv": [device.case("d", seconds=2e-5)],
     }
-    chosen = choose(cases, file, "M9", together=together, device=device)
-    assert asked == [Kernels(add_rms_norm=True, rope_qkv=True)]
-    assert chosen.kernels == Kernels(sdpa_quantized=True)  # no part of the step
+    chosen = choose(cases, file, "M9", whole_step=whole_step, device=device)
+    assert tried == [Kernels(add_rms_norm=True, rope_qkv=True)]
+    assert chosen.kernels == Kernels(sdpa_quantized=True)  # not part of the step
     assert [each.state for each in chosen.decisions.values()] == [fault, fault, "used", "slower"]
     assert chosen.decisions["rope_qkv"].reason.startswith("all together: the model's step: ")
-    assert caplog.compiles[-1].getMessage().startswith(f"all kernels together: {fault} (the model's step: ")
+    assert caplog.records[-1].getMessage().startswith(f"all kernels together: {fault} (the model's step: ")
     before = device.runs
-    assert choose(cases, DecisionFile(file.path), "M9", together=together, device=device) == chosen
+    assert choose(cases, DecisionFile(file.path), "M9", whole_step=whole_step, device=device) == chosen
     assert device.runs == before
 
 
-def test_nothing_is_tried_together_where_no_kernel_serves(tmp_path) -> None:
+def test_nothing_is_tried_together_where_no_kernel_is_used(tmp_path) -> None:
     device = StandIn()
     cases = {"add_rms_norm": [device.case(seconds=2e-5)]}
-    choose(cases, DecisionFile(tmp_path / "k.json"), "M9", together=lambda _: pytest.fail("tried"), device=device)
+    choose(cases, DecisionFile(tmp_path / "k.json"), "M9", whole_step=lambda _: pytest.fail("tried"), device=device)
 
 
 @pytest.mark.parametrize("change", ["machine", "shape", "dtype", "weights"])
@@ -109,13 +109,13 @@ def test_another_machine_or_shape_is_tried_anew(tmp_path, change) -> None:
     x = case.inputs[0]
     inputs = {"shape": (x[:, :, :32],), "dtype": (x.astype(mx.float16),)}.get(change, case.inputs)
     weights = "4bit" if change == "weights" else ""
-    other = type(case)("rope_qkv", "b", inputs, case.fused, case.reference, case.again, inputs[0].dtype, weights)
+    other = type(case)("rope_qkv", "b", inputs, case.fused, case.reference, case.next_inputs, inputs[0].dtype, weights)
     choose({"rope_qkv": [other]}, file, "M10" if change == "machine" else "M9", device=device)
     assert device.runs > before
     assert len(file.read()) == 2
 
 
-def test_a_kernel_that_ends_the_process_is_left_alone_by_the_next_ones(tmp_path, caplog) -> None:
+def test_a_kernel_that_crashed_the_process_is_not_tried_again(tmp_path, caplog) -> None:
     script = (
         "import os, sys; from pathlib import Path; from stand_in_device import StandIn\n"
         "from mlx_llama3.autotune.choice import choose; from mlx_llama3.autotune.decisions import DecisionFile\n"
@@ -136,7 +136,7 @@ def test_a_kernel_that_ends_the_process_is_left_alone_by_the_next_ones(tmp_path,
         assert len(caplog.messages) == start and caplog.messages[-1].startswith("kernel rope_qkv: failed (the program")
 
 
-def test_a_trial_that_another_process_is_at_is_waited_for(tmp_path, caplog) -> None:
+def test_a_trial_waits_for_that_of_another_process(tmp_path, caplog) -> None:
     script = (
         "import sys; from pathlib import Path; from stand_in_device import StandIn\n"
         "from mlx_llama3.autotune.choice import choose; from mlx_llama3.autotune.decisions import DecisionFile\n"
@@ -153,22 +153,22 @@ def test_a_trial_that_another_process_is_at_is_waited_for(tmp_path, caplog) -> N
 
         class Watched(DecisionFile):
             def read(self) -> dict[str, Decision]:
-                """The other process goes on once this one has seen its mark."""
-                found = super().read()
+                """Read the unfinished decision of the other process, and then let that process continue."""
+                decisions = super().read()
                 if not other.stdin.closed:
-                    assert [each.state for each in found.values()] == ["failed"]
+                    assert [decision.state for decision in decisions.values()] == ["failed"]
                     other.stdin.close()
-                return found
+                return decisions
 
         assert other.stdout.readline() == "trying\n"
         device = StandIn()
         cases = {"rope_qkv": [device.case(fused=lambda x: pytest.fail("it was tried"))]}
         chosen = choose(cases, Watched(path), "M9", device=device)
     assert chosen.kernels == Kernels(rope_qkv=True)
-    assert not caplog.compiles
+    assert not caplog.records
 
 
-def test_ctrl_c_says_nothing_of_a_kernel(tmp_path) -> None:
+def test_ctrl_c_says_nothing_about_a_kernel(tmp_path) -> None:
     def interrupted(x: mx.array) -> mx.array:
         raise KeyboardInterrupt
 
@@ -176,7 +176,7 @@ def test_ctrl_c_says_nothing_of_a_kernel(tmp_path) -> None:
     cases = {"add_rms_norm": [device.case("a")], "rope_qkv": [device.case("b", fused=interrupted)]}
     with pytest.raises(KeyboardInterrupt):
         choose(cases, file, "M9", device=device)
-    assert [each.state for each in file.read().values()] == ["used"]  # what was found before stays
+    assert [each.state for each in file.read().values()] == ["used"]  # the earlier decision stays
 
 
 def test_without_a_use_there_is_nothing_to_try(tmp_path) -> None:
@@ -199,11 +199,11 @@ def test_a_file_that_cannot_be_used_changes_nothing_but_the_log(tmp_path, caplog
     device = StandIn()
     chosen = choose({"add_rms_norm": [device.case()]}, DecisionFile(path), "M9", device=device)
     assert chosen.kernels == Kernels(add_rms_norm=True)
-    assert len(caplog.compiles) == (1 if obstacle == "damaged" else 2)  # read, and written
-    assert all(str(path) in record.getMessage() for record in caplog.compiles)
+    assert len(caplog.records) == (1 if obstacle == "damaged" else 2)  # read, and written
+    assert all(str(path) in record.getMessage() for record in caplog.records)
 
 
-def test_on_the_cpu_the_references_serve_without_asking(monkeypatch) -> None:
+def test_on_the_cpu_the_references_are_used_without_a_trial(monkeypatch) -> None:
     monkeypatch.delenv(choice.VARIABLE, raising=False)
     model = Transformer(ARGS)
     chosen = use_chosen(model)
@@ -233,7 +233,7 @@ def test_fused_is_taken_untried_on_a_mac_and_refused_elsewhere(monkeypatch) -> N
     assert model.kernels.rope_qkv and model.layers[0].attention.fused
 
 
-def test_auto_on_a_mac_uses_what_was_found(monkeypatch, tmp_path) -> None:
+def test_auto_on_a_mac_uses_the_kernels_that_passed(monkeypatch, tmp_path) -> None:
     device = StandIn(noise=0.02)
     monkeypatch.setenv(choice.VARIABLE, "auto")
     monkeypatch.setenv("MLX_LLAMA3_CACHE", str(tmp_path))
@@ -249,7 +249,7 @@ def test_auto_on_a_mac_uses_what_was_found(monkeypatch, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("value", ["fast", "FUSED", "0", "reference,fused"])
-def test_a_word_that_is_none_is_an_error_of_one_line(monkeypatch, value) -> None:
+def test_an_unknown_mode_is_an_error_of_one_line(monkeypatch, value) -> None:
     monkeypatch.setenv(choice.VARIABLE, value)
     with pytest.raises(UserError) as raised:
         use_chosen(Transformer(ARGS))

@@ -1,4 +1,4 @@
-"""The trial of a kernel on a stand-in device: right or wrong, faster or slower, whatever the noise."""
+"""The trial of a kernel on a stand-in device: correct or not, faster or slower, in spite of noise."""
 
 import pytest
 from stand_in_device import StandIn
@@ -20,7 +20,7 @@ def try_one(device: StandIn, **case):
     return try_kernel([device.case(**case)], device, Timing())
 
 
-def test_right_and_faster_is_used() -> None:
+def test_correct_and_faster_is_used() -> None:
     decision = try_one(StandIn(noise=0.02))
     assert decision.state == "used"
     assert decision.ratio == pytest.approx(0.5, abs=0.02)
@@ -36,13 +36,13 @@ def test_what_is_not_faster_is_not_used(seconds) -> None:
 
 @pytest.mark.parametrize(("seconds", "state"), [(0.97e-5, "used"), (1.03e-5, "slower")])
 def test_three_per_cent_are_seen_through_noise_and_drift(seconds, state) -> None:
-    for drift in (0.0, 2.0):  # within the trial everything becomes a third slower
+    for drift in (0.0, 2.0):  # 2: everything becomes a third slower during the trial
         decision = try_one(StandIn(noise=0.04, drift=drift), seconds=seconds)
         assert decision.state == state, decision
         assert decision.ratio == pytest.approx(seconds / 1e-5, abs=0.015)
 
 
-def test_drift_alone_favours_nobody() -> None:
+def test_drift_alone_favours_neither() -> None:
     decision = try_one(StandIn(drift=2.0), seconds=1e-5)
     assert decision.state == "slower" and decision.ratio == pytest.approx(1, abs=0.01)
 
@@ -51,14 +51,14 @@ def test_a_trial_ends_in_time_however_noisy() -> None:
     device = StandIn(noise=3.0)
     timing = Timing(seconds=0.01)
     compare(device.case(), device, timing)
-    slowest_round = 2 * 48 * 4e-5  # one of each, at its slowest; two more warm them up
-    assert device.now < timing.seconds + timing.fewest * slowest_round
+    slowest_round = 2 * 48 * 4e-5  # the kernel and its reference; two more calls warm them up
+    assert device.now < timing.seconds + timing.min_rounds * slowest_round
 
 
 @pytest.mark.parametrize(
-    ("fused", "complaint"),
+    ("fused", "message"),
     [
-        (lambda x: 2.001 * x, "output 0 differs by 0.0005 at most and 0.0005 typically; 0.0001 and 2.5e-05 may be"),
+        (lambda x: 2.001 * x, "output 0 differs by 0.0005 at most and 0.0005 RMS; 0.0001 and 2.5e-05 are allowed"),
         (lambda x: mx.where(mx.arange(64) == 7, 0, 2 * x), "output 0 differs by"),
         (lambda x: mx.where(mx.arange(64) == 7, mx.nan, 2 * x), "output 0 holds NaN or infinity"),
         (lambda x: mx.where(mx.arange(64) == 7, mx.inf, 2 * x), "output 0 holds NaN or infinity"),
@@ -69,11 +69,11 @@ def test_a_trial_ends_in_time_however_noisy() -> None:
         (broken(TypeError("no overload")), "TypeError: no overload"),
     ],
 )
-def test_wrong_or_broken_fails_and_is_not_timed(fused, complaint) -> None:
+def test_wrong_or_broken_fails_and_is_not_timed(fused, message) -> None:
     device = StandIn()
     decision = try_one(device, fused=fused)
     assert decision.state == "failed" and decision.ratio is None
-    assert decision.reason.startswith("one token: ") and complaint in decision.reason
+    assert decision.reason.startswith("one token: ") and message in decision.reason
     assert "\n" not in decision.reason
     assert device.runs <= 1
 
@@ -92,7 +92,7 @@ def test_what_breaks_only_when_it_is_timed_fails() -> None:
 def test_another_number_of_outputs_fails() -> None:
     device = StandIn()
     right = device.case()
-    twice = Case("double", "x", right.inputs, lambda x: [2 * x, x], right.reference, right.again, mx.float32)
+    twice = Case("double", "x", right.inputs, lambda x: [2 * x, x], right.reference, right.next_inputs, mx.float32)
     assert try_kernel([twice], device, Timing()).reason == "x: 2 outputs, the reference has 1"
 
 
