@@ -1,6 +1,5 @@
 """The answers of `generate --batch`, a line of JSON each: written in order, and gone on with after an interruption."""
 
-import fcntl
 import json
 import sys
 from collections.abc import Sequence
@@ -10,6 +9,7 @@ from types import TracebackType
 from typing import Any, BinaryIO
 
 from mlx_llama3.errors import UserError
+from mlx_llama3.system.locks import try_lock
 
 
 class AnswerFile:
@@ -63,12 +63,9 @@ class AnswerFile:
 
     def _lock(self) -> None:
         """Until the file is closed: two runs at a time would write over each other's answers."""
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(f"{self.path}: another run writes it now; wait for it, or choose another --out") from error
-        except OSError:  # a file system without locks
-            return
+        with suppress(OSError):  # a file system without locks
+            if not try_lock(self._file):
+                raise UserError(f"{self.path}: another run writes it now; wait for it, or choose another --out")
 
     def _resume(self) -> None:
         end = 0

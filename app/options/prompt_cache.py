@@ -29,7 +29,7 @@ def write(args: argparse.Namespace) -> None:
     """What `mlx-llama3 cache` does. Raises `UserError`; what can be refused without the model is refused before it."""
     if args.system is not None and args.place != "user":
         raise UserError(f"--system does not go with --as {args.place}, which says everything itself")
-    prompt_cache.check_target(args.out)
+    prompt_cache.check_writable(args.out)
     text, settings = read_some_text(args.prompt_file), cache_settings(args)
     opened = open_model(args.model)
     ids = beginning(opened.tokenizer, text, args.place, args.system)

@@ -88,11 +88,11 @@ def _to_folder(args: argparse.Namespace) -> object:
     from convert.conversion.recipe import make_recipe
     from convert.conversion.to_mlx import convert
     from convert.sources.find import find_source
-    from convert.storage.staged_folder import check_target
+    from convert.storage.staged_folder import check_folder_target
 
     target = args.target.expanduser()
     # Before hours of download.
-    check_target(target, overwrite=args.overwrite)
+    check_folder_target(target, overwrite=args.overwrite)
 
     recipe = make_recipe(
         args.quantize,
@@ -118,7 +118,7 @@ def _to_folder(args: argparse.Namespace) -> object:
 def _to_gguf(args: argparse.Namespace) -> object:
     from convert.conversion.to_gguf import to_gguf
     from convert.sources.find import find_source
-    from convert.storage.staged_file import check_target
+    from convert.storage.staged_file import check_file_target
     from mlx_llama3.errors import UserError
 
     for option in _MLX_ONLY:
@@ -128,7 +128,7 @@ def _to_gguf(args: argparse.Namespace) -> object:
                 f"{', '.join(_GGUF)}"
             )
     target = args.target.expanduser()
-    check_target(target, overwrite=args.overwrite)
+    check_file_target(target, overwrite=args.overwrite)
     return to_gguf(
         find_source(args.source, progress=not args.quiet),
         target,

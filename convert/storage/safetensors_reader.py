@@ -4,16 +4,14 @@ The format (safetensors README, "Format"): 8 bytes of header length, little-endi
 to dtype, shape and [begin, end) offsets in the data that follows; the data, without gaps.
 """
 
-import json
 import math
 from pathlib import Path
 from typing import Any
 
 from convert.storage.stored_tensor import DTYPES, StoredTensor, contiguous_strides
 from mlx_llama3.errors import UserError
+from mlx_llama3.system.safetensors_header import read_header
 
-# The format's own limit is 100 MB; the longest known header (405B in one file) has a quarter of a megabyte.
-_MAX_HEADER_BYTES = 16 << 20
 _MAX_AXES = 8
 _MAX_TENSORS = 100_000
 
@@ -24,52 +22,12 @@ def read_safetensors(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str
     UserError, naming file and tensor, if the header is truncated, is not such JSON, names a tensor twice, or describes
     tensors that overlap, leave gaps, lie outside of the file, or do not have the length of their dtype and shape.
     """
-    header, data_start, size = _read_header(path)
-    # MLX writes null where it has nothing to say.
-    metadata = header.pop("__metadata__", None) or {}
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise UserError(f"{path}: __metadata__ in its header is not a table of texts; the file is damaged")
-    if len(header) > _MAX_TENSORS:
-        raise UserError(f"{path}: its header names {len(header)} tensors; at most {_MAX_TENSORS} are read")
-    tensors = {name: _locate(path, name, entry, data_start, size) for name, entry in header.items()}
+    entries, metadata, data_start, size = read_header(path)
+    if len(entries) > _MAX_TENSORS:
+        raise UserError(f"{path}: its header names {len(entries)} tensors; at most {_MAX_TENSORS} are read")
+    tensors = {name: _locate(path, name, entry, data_start, size) for name, entry in entries.items()}
     _check_layout(path, tensors, data_start, size)
     return tensors, metadata
-
-
-def _read_header(path: Path) -> tuple[dict[str, Any], int, int]:
-    """The parsed header, where the data begins, and the file's size, both in bytes."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > size - 8:
-            raise UserError(
-                f"{path}: has {size} bytes, too few for its header; it is truncated or not a safetensors file"
-            )
-        if length > _MAX_HEADER_BYTES:
-            raise UserError(f"{path}: its header claims {length} bytes; at most {_MAX_HEADER_BYTES} are read")
-        text = file.read(length)
-    try:
-        header = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
-    except _DuplicateKeyError as error:
-        raise UserError(f"{path}: its header names {error.args[0][:100]!r} twice; the file is damaged") from error
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: its header is not JSON; it is damaged or not a safetensors file") from error
-    if not isinstance(header, dict):
-        raise UserError(f"{path}: its header is not a table of tensors; the file is damaged")
-    return header, 8 + length, size
-
-
-class _DuplicateKeyError(Exception):
-    """A key that stands twice in one JSON object."""
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    table: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in table:
-            raise _DuplicateKeyError(key)
-        table[key] = value
-    return table
 
 
 def _is_size(number: Any) -> bool:

@@ -5,7 +5,6 @@ lives, so a later run recognises what a killed one left behind, and removes it.
 """
 
 import errno
-import fcntl
 import glob
 import os
 import shutil
@@ -14,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from mlx_llama3.errors import UserError
+from mlx_llama3.system.locks import try_lock
 
 
 @contextmanager
@@ -28,7 +28,7 @@ def staged_folder(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
     """
     target = Path(os.path.abspath(target))
     _clean(target)
-    check_target(target, overwrite=overwrite)
+    check_folder_target(target, overwrite=overwrite)
     staging = target.with_name(f".{target.name}.partial-{os.getpid()}")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -37,12 +37,12 @@ def staged_folder(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
         raise UserError(f"{target}: cannot be written: {error.strerror}; choose another target") from error
     lock = os.open(staging, os.O_RDONLY)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try_lock(lock)
         with disk_full_told(target):
             yield staging
             for path in staging.rglob("*"):
-                _flush(path)
-            _flush(staging)
+                flush(path)
+            flush(staging)
         _replace(staging, target)
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
@@ -70,7 +70,7 @@ def check_disk(target: Path, needed: int) -> None:
         raise UserError(f"{target}: needs {needed / 1e9:.2f} GB, but the disk has {free / 1e9:.2f} GB free; make room")
 
 
-def check_target(target: Path, *, overwrite: bool) -> None:
+def check_folder_target(target: Path, *, overwrite: bool) -> None:
     """UserError if `target` exists and may not, or must not, be replaced."""
     if not target.exists() and not target.is_symlink():
         return
@@ -87,7 +87,7 @@ def _replace(staging: Path, target: Path) -> None:
     if target.exists():
         target.rename(aside)
     staging.rename(target)
-    _flush(target.parent)
+    flush(target.parent)
     if aside.exists():
         shutil.rmtree(aside)
 
@@ -102,16 +102,15 @@ def _clean(target: Path) -> None:
     for staging in target.parent.glob(f".{glob.escape(target.name)}.partial-*"):
         lock = os.open(staging, os.O_RDONLY)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"{target}: another conversion is writing it now; wait for it") from None
-        else:
+            if not try_lock(lock):
+                raise UserError(f"{target}: another conversion is writing it now; wait for it")
             shutil.rmtree(staging)
         finally:
             os.close(lock)
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
+    """Have a file, or the entries of a folder, written to the disk."""
     file = os.open(path, os.O_RDONLY)
     try:
         os.fsync(file)

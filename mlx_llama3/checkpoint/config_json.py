@@ -13,7 +13,7 @@ from mlx_llama3.model.config import ConfigError, ModelArgs, RopeScaling
 
 log = logging.getLogger(__name__)
 
-# What must have this value (or be absent or null), because another one changes the mathematics.
+# Keys that must be absent, null or one of these values, because any other value changes the computation.
 _HF_FIXED: dict[str, tuple[Any, ...]] = {
     "model_type": ("llama",),
     "hidden_act": ("silu", "swish"),
@@ -24,7 +24,7 @@ _HF_FIXED: dict[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (1, 1.0),
     "sliding_window": (),
 }
-# What was read above, or changes nothing about what is computed at inference.
+# Keys that are read below, or that do not affect inference.
 _HF_KNOWN = {
     "architectures", "attention_dropout", "attn_implementation", "auto_map", "bos_token_id", "chunk_size_feed_forward",
     "dtype", "eos_token_id", "head_dim", "hidden_size", "id2label", "initializer_range", "intermediate_size",
@@ -35,7 +35,7 @@ _HF_KNOWN = {
     "transformers_version", "unsloth_fixed", "unsloth_version", "use_cache", "vocab_size", "_name_or_path",
     "_attn_implementation", "_attn_implementation_autoset",
 }  # fmt: skip
-# An unknown key with one of these in its name probably does change it.
+# An unknown key whose name contains one of these probably changes the computation.
 _HF_SUSPECT = (
     "attention",
     "attn",
@@ -52,16 +52,16 @@ _HF_SUSPECT = (
 
 
 def from_hf(config: Mapping[str, Any], *, source: str) -> ModelArgs:
-    """Read a Hugging Face `config.json` (already parsed), as transformers <= 4 or >= 5 writes it.
+    """Read a parsed Hugging Face `config.json`, as transformers <= 4 or >= 5 writes it.
 
-    Keys that are unknown and harmless are logged as a warning; unknown keys whose names speak of attention, norms,
-    RoPE and the like raise.
+    Unknown keys are logged as a warning, unless their names refer to attention, norms, RoPE and the like.
 
     Raises:
-        ConfigError: another architecture, a missing or unknown key, or two keys that contradict each other.
+        ConfigError: another architecture; a missing key; an unknown key that may change the computation; or two keys
+            that contradict each other.
     """
     keys = ConfigKeys(config, source)
-    keys.need("model_type")
+    keys.required("model_type")
     _check_hf_keys(config, source)
     dim, n_heads = keys.whole("hidden_size"), keys.whole("num_attention_heads")
     if config.get("head_dim") is None and dim % n_heads:
@@ -107,21 +107,21 @@ def _check_hf_keys(config: Mapping[str, Any], source: str) -> None:
 
 
 def _hf_rope(config: Mapping[str, Any], source: str) -> tuple[float, RopeScaling | None]:
-    """RoPE from `rope_parameters` (new) or `rope_theta` and `rope_scaling` (old), or from both if they agree."""
+    """`rope_theta` and the scaling, from `rope_parameters` (new) or `rope_scaling` (old), or both if they agree."""
     groups = [(key, config[key]) for key in ("rope_scaling", "rope_parameters") if config.get(key) is not None]
     for key, group in groups:
         if not isinstance(group, Mapping):
             raise ConfigError(f"{source}: {key} is {group!r:.60}, must be an object or null")
-    places = [ConfigKeys(config, source), *(ConfigKeys(group, f"{source}: {key}") for key, group in groups)]
-    thetas = {keys.positive("rope_theta") for keys in places if keys.mapping.get("rope_theta") is not None}
+    sections = [ConfigKeys(config, source), *(ConfigKeys(group, f"{source}: {key}") for key, group in groups)]
+    thetas = {keys.positive("rope_theta") for keys in sections if keys.mapping.get("rope_theta") is not None}
     if not thetas:
-        raise ConfigError(f"{source}: missing rope_theta (looked for it beside and inside rope_parameters)")
+        raise ConfigError(f"{source}: missing rope_theta (neither at the top level nor in rope_parameters)")
     if len(thetas) > 1:
         raise ConfigError(f"{source}: rope_theta is given as {' and as '.join(map(str, sorted(thetas)))}")
-    readings = [_hf_scaling(keys) for keys in places[1:] if keys.mapping]
-    if any(r != readings[0] for r in readings):
+    scalings = [_hf_scaling(keys) for keys in sections[1:] if keys.mapping]
+    if any(r != scalings[0] for r in scalings):
         raise ConfigError(f"{source}: rope_scaling and rope_parameters contradict each other")
-    return thetas.pop(), readings[0] if readings else None
+    return thetas.pop(), scalings[0] if scalings else None
 
 
 def _hf_scaling(keys: ConfigKeys) -> RopeScaling | None:
@@ -131,7 +131,7 @@ def _hf_scaling(keys: ConfigKeys) -> RopeScaling | None:
     if kind == "default":
         return None
     if kind != "llama3":
-        raise ConfigError(f"{keys.source}: rope_type is {kind!r}; this program knows 'default' and 'llama3'")
+        raise ConfigError(f"{keys.source}: rope_type is {kind!r}; this program supports 'default' and 'llama3'")
     return build(
         RopeScaling,
         keys.source,
@@ -143,7 +143,7 @@ def _hf_scaling(keys: ConfigKeys) -> RopeScaling | None:
 
 
 def to_hf(args: ModelArgs) -> dict[str, Any]:
-    """`config.json` for a converted folder, with RoPE in both dialects so that every reader finds it."""
+    """`config.json` of a converted folder, with RoPE in both dialects, so that every reader understands it."""
     rope: dict[str, Any] = {"rope_type": "default"}
     if args.rope_scaling:
         scaling = asdict(args.rope_scaling)

@@ -3,12 +3,11 @@
 Every `mlx-community` Llama 3 folder is one, and so is what `mlx-llama3 convert` writes.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mlx_llama3.checkpoint.config_json import from_hf
+from mlx_llama3.checkpoint.quantization import Quantization, module_quantization, quantization_settings
 from mlx_llama3.checkpoint.tensor_shapes import count_weights, expected_shapes
 from mlx_llama3.errors import UserError
 from mlx_llama3.system.files import read_json
@@ -18,24 +17,6 @@ import mlx.core as mx
 
 class CheckpointError(UserError):
     """A model folder that cannot be loaded: names the file or tensor, what was expected and the way out."""
-
-
-# What MLX packs: mode -> bits, group sizes.
-_PACKINGS = {
-    "affine": ((1, 2, 3, 4, 5, 6, 8), (32, 64, 128)),
-    "mxfp4": ((4,), (32,)),
-    "mxfp8": ((8,), (32,)),
-    "nvfp4": ((4,), (16,)),
-}
-
-
-@dataclass(frozen=True)
-class Quantization:
-    """How one matrix is stored: `mode` affine, mxfp4, ...; `bits` a weight; `group_size` weights share a scale."""
-
-    bits: int
-    group_size: int
-    mode: str = "affine"
 
 
 class Checkpoint:
@@ -50,7 +31,7 @@ class Checkpoint:
         self.folder = Path(folder)
         settings = read_settings(self.folder)
         self.args = from_hf(settings, source=str(self.folder / "config.json"))
-        self._quantization = _quantization_settings(settings, self.folder)
+        self._quantization = quantization_settings(settings, str(self.folder / "config.json"))
         self.weights = _read_weights(self.folder)
         if self.args.tie_word_embeddings:
             self.weights = {name: w for name, w in self.weights.items() if not name.startswith("lm_head.")}
@@ -60,20 +41,7 @@ class Checkpoint:
         """How the matrix of a module (its Hugging Face name, without `.weight`) is stored; None if dense."""
         if f"{module}.scales" not in self.weights:
             return None
-        own = self._quantization.get(module)
-        settings = {**self._quantization, **own} if isinstance(own, dict) else self._quantization
-        bits, group_size, mode = settings.get("bits"), settings.get("group_size"), settings.get("mode", "affine")
-        if bits is None or group_size is None:
-            raise CheckpointError(
-                f"{self.folder / 'config.json'}: quantization: no bits and group_size for {module}, which has scales"
-            )
-        known_bits, known_sizes = _PACKINGS.get(str(mode), ((), ()))
-        if bits not in known_bits or group_size not in known_sizes:
-            raise CheckpointError(
-                f"{self.folder / 'config.json'}: quantization: MLX has no mode {mode!r} with {bits!r} bits and groups "
-                f"of {group_size!r}, as {module} is said to have; download or convert the model again"
-            )
-        return Quantization(bits, group_size, mode)
+        return module_quantization(self._quantization, module, str(self.folder / "config.json"))
 
     @property
     def dtype(self) -> mx.Dtype:
@@ -199,30 +167,22 @@ def weight_files(folder: Path) -> list[Path]:
     """The files of a model folder that hold its weights; `CheckpointError` if there are none, or one is missing."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        names = read_json(index).get("weight_map")
-        if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
-            raise CheckpointError(f"{index}: no weight_map; download or convert the model again")
-        paths = [folder / Path(name).name for name in sorted(set(names.values()))]
-        for path in paths:
-            if not path.exists():
-                raise CheckpointError(
-                    f"{path}: missing, though {index.name} names it; download or convert the model again"
-                )
-        return paths
+        return indexed_files(index)
     paths = sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("weights*.safetensors"))
     if not paths:
         raise CheckpointError(f"{folder}: no model*.safetensors; convert it first: mlx-llama3 convert {folder} TARGET")
     return paths
 
 
-def _quantization_settings(settings: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
-    """The `quantization` object of config.json: a default, and overrides by module name."""
-    ours, foreign = settings.get("quantization"), settings.get("quantization_config")
-    if ours and not isinstance(ours, Mapping):
-        raise CheckpointError(f"{folder / 'config.json'}: quantization is {ours!r:.60}, must be an object or null")
-    if foreign and not ours:
-        method = foreign.get("quant_method") if isinstance(foreign, Mapping) else foreign
-        raise CheckpointError(
-            f"{folder / 'config.json'}: quantized with {method!r:.60}, which MLX cannot read; take the 16-bit model"
-        )
-    return ours or {}
+def indexed_files(index: Path) -> list[Path]:
+    """The files that an index (`*.index.json`) names, which all lie beside it. Raises `CheckpointError`."""
+    names = read_json(index).get("weight_map")
+    if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
+        raise CheckpointError(f"{index}: no weight_map; download or convert the model again")
+    paths = [index.with_name(Path(name).name or "?") for name in sorted(set(names.values()))]
+    for path, name in zip(paths, sorted(set(names.values())), strict=True):
+        if path.name != name:
+            raise CheckpointError(f"{index}: names {name[:100]!r}, which is not a file beside it")
+        if not path.exists():
+            raise CheckpointError(f"{path}: missing, though {index.name} names it; download or convert the model again")
+    return paths

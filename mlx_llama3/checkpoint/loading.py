@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Protocol
 
 from mlx_llama3.checkpoint.cpu_blocks import use_cpu_blocks
-from mlx_llama3.checkpoint.folder import Checkpoint, Quantization
+from mlx_llama3.checkpoint.folder import Checkpoint
+from mlx_llama3.checkpoint.quantization import Quantization
 from mlx_llama3.checkpoint.tensor_names import official_to_hf
 from mlx_llama3.model.config import ModelArgs
 from mlx_llama3.model.layers import tiled_linear as cpu
@@ -62,7 +63,7 @@ def load_model(folder: str | Path, *, dtype: mx.Dtype | None = None, part: Model
     if part is not None:
         part.connect(model)
     if expand:
-        cpu.expand(model, dtype)
+        cpu.use_tiled_layers(model, dtype)
         use_cpu_blocks(model)
     mx.eval(model.parameters())
     return model

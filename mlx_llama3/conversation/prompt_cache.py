@@ -11,7 +11,6 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -21,6 +20,7 @@ from mlx_llama3.model.cache.prefix import PrefixCache
 from mlx_llama3.model.cache.settings import CacheSettings
 from mlx_llama3.model.transformer import Transformer
 from mlx_llama3.system.files import check_place, replacing
+from mlx_llama3.system.safetensors_header import HeaderError, SafetensorsHeader, read_header
 from mlx_llama3.tokenizer.tokenizer import Tokenizer
 
 import mlx.core as mx
@@ -36,7 +36,7 @@ def save(path: Path, held: PrefixCache, model: Transformer, tokenizer: Tokenizer
     held: the cache, with its ids. name: of the model, for those who wonder later.
     Raises `UserError` that names the file.
     """
-    check_target(path)
+    check_writable(path)
     tensors = {"ids": mx.array(held.ids, dtype=mx.int32)}
     for number, layer in enumerate(held.layers):
         tensors |= {f"layers.{number}.{key}": mx.contiguous(tensor) for key, tensor in layer.tensors().items()}
@@ -63,15 +63,15 @@ def load(path: Path, model: Transformer, tokenizer: Tokenizer) -> PrefixCache:
     Raises `UserError`, one line that names the file: it is no prompt cache, damaged or cut off, or made with another
     model, tokenizer or dtype.
     """
-    header, begin = _header(path)
-    metadata = _metadata(path, header)
+    header = _header(path)
+    metadata = header.metadata
     made_with = f"{path} was made with {metadata['name']}"
     if metadata["tokenizer"] != tokenizer_fingerprint(tokenizer):
         raise UserError(f"{made_with}, whose tokenizer is another one; {REMAKE}")
     if metadata["model"] != model_fingerprint(model):
         raise UserError(f"{made_with}, and not with the weights and the dtype of this model; {REMAKE}")
     try:
-        _check_content(path, header, begin, json.loads(metadata["crc32"]))
+        _check_content(path, header, json.loads(metadata["crc32"]))
         settings = CacheSettings(**json.loads(metadata["settings"]))
         held = PrefixCache(model.make_cache(settings), settings)
         tensors = mx.load(str(path), format="safetensors")
@@ -85,7 +85,7 @@ def load(path: Path, model: Transformer, tokenizer: Tokenizer) -> PrefixCache:
     return held
 
 
-def check_target(path: Path) -> None:
+def check_writable(path: Path) -> None:
     """Raise `UserError` for a place where no prompt cache can be written, before anything is read for it."""
     check_place(path)
     if path.exists():
@@ -97,45 +97,36 @@ def check_target(path: Path) -> None:
 
 def check(path: Path) -> None:
     """Raise `UserError` for what is no prompt cache, before a model is loaded for it."""
-    _metadata(path, _header(path)[0])
+    _header(path)
 
 
 def _damaged(path: Path) -> UserError:
     return UserError(f"{path} is damaged or cut off; {REMAKE}")
 
 
-def _header(path: Path) -> tuple[dict[str, Any], int]:
-    """The header, and where the data begin; the file must be as long as the header says."""
+def _header(path: Path) -> SafetensorsHeader:
+    """The header of a prompt cache that is as long as its header says."""
     try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            size = path.stat().st_size
-            header = json.loads(file.read(length)) if length <= size else None
-        ends = [entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"]
-    except OSError as error:
-        reason = "no such file" if isinstance(error, FileNotFoundError) else f"cannot be read: {error.strerror}"
-        raise UserError(f"{path}: {reason}") from error
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        header = read_header(path)
+    except HeaderError as error:
         raise UserError(f"{path} is not a prompt cache, or damaged; {REMAKE}") from error
-    if 8 + length + max(ends, default=0) != size:
-        raise _damaged(path)
-    return header, 8 + length
-
-
-def _metadata(path: Path, header: Mapping[str, Any]) -> dict[str, str]:
-    metadata = header.get("__metadata__")
-    if not isinstance(metadata, dict) or metadata.get("format") != FORMAT:
+    if header.metadata.get("format") != FORMAT:
         raise UserError(f"{path} is not a prompt cache; {REMAKE}, under another name")
-    if metadata.get("version") != VERSION:
-        raise UserError(f"{path} has version {metadata.get('version')}; this program reads {VERSION}; {REMAKE}")
-    if not {"name", "model", "tokenizer", "settings", "crc32"} <= metadata.keys():
+    if header.metadata.get("version") != VERSION:
+        raise UserError(f"{path} has version {header.metadata.get('version')}; this program reads {VERSION}; {REMAKE}")
+    try:
+        ends = [entry["data_offsets"][1] for entry in header.entries.values()]
+        is_whole = header.data_start + max(ends, default=0) == header.size
+    except (TypeError, LookupError):
+        is_whole = False
+    if not is_whole or not {"name", "model", "tokenizer", "settings", "crc32"} <= header.metadata.keys():
         raise _damaged(path)
-    return metadata
+    return header
 
 
-def _check_content(path: Path, header: Mapping[str, Any], begin: int, sums: Mapping[str, int]) -> None:
+def _check_content(path: Path, header: SafetensorsHeader, sums: Mapping[str, int]) -> None:
     """Raise ValueError unless every tensor is what was written."""
-    if header.keys() - {"__metadata__"} != sums.keys():
+    if header.entries.keys() != sums.keys():
         raise ValueError("tensors are missing")
     with (
         path.open("rb") as file,
@@ -143,7 +134,7 @@ def _check_content(path: Path, header: Mapping[str, Any], begin: int, sums: Mapp
         memoryview(data) as view,
     ):
         for key, expected in sums.items():
-            first, last = header[key]["data_offsets"]
-            with view[begin + first : begin + last] as tensor:
+            first, last = header.entries[key]["data_offsets"]
+            with view[header.data_start + first : header.data_start + last] as tensor:
                 if zlib.crc32(tensor) != expected:
                     raise ValueError(f"{key} is damaged")

@@ -1,14 +1,23 @@
-"""Where a NaN comes from: a slow second pass that looks at every step of every block."""
+"""Find where a NaN first appears: a slow second forward pass that checks every step of every block."""
 
 from collections.abc import Sequence
 
+from mlx_llama3.errors import UserError
 from mlx_llama3.model.transformer import Transformer
 
 import mlx.core as mx
 
 
+def nan_error(model: Transformer, ids: Sequence[int]) -> UserError:
+    """The error for a model that gives NaN after `ids`; it names the module in which the first one appears."""
+    return UserError(
+        f"the model gives NaN, first in {first_nan(model, ids)}: its weights are damaged, or overflow their type; "
+        "convert it again, or with --dtype bfloat16 or float32"
+    )
+
+
 def first_nan(model: Transformer, ids: Sequence[int]) -> str:
-    """The first module, by its official name, whose output for `ids` (from position 0) holds NaN or infinity."""
+    """The name (Meta's) of the first module whose output for `ids`, from position 0, contains NaN or infinity."""
     if not model.is_whole:
         return "a layer that a run on one machine would name"
     tokens = mx.array([list(ids)])
@@ -22,7 +31,7 @@ def first_nan(model: Transformer, ids: Sequence[int]) -> str:
     if broken(x):
         return "tok_embeddings"
     for i, block in enumerate(model.layers):
-        # The block's two lines, each update looked at on its way.
+        # As in `TransformerBlock`, but checking each update.
         update = block.attention(block.attention_norm(x), 0, freqs, mask)
         if broken(h := x + update):
             return f"layers.{i}.attention"

@@ -1,4 +1,4 @@
-"""The token stream with the text that it spells, as a caller wants it."""
+"""`generate`: the stream of tokens with their text, and the checks of its arguments."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlx_llama3.errors import UserError
 from mlx_llama3.generation.decoding import decode, prefill
-from mlx_llama3.generation.nan_check import first_nan
+from mlx_llama3.generation.nan_check import nan_error
 from mlx_llama3.generation.sampling import Sampler, Sampling
 from mlx_llama3.generation.stop_strings import StopStrings
 from mlx_llama3.model.cache.kv_cache import KVCache
@@ -32,13 +32,13 @@ SHORTEN = "shorten the prompt or the longest answer (--max-tokens)"
 class Step:
     """One generated token.
 
-    `text` is what may be shown now: characters whose bytes are not complete, and the beginning of a possible stop
-    string, are held back for a later step. All texts joined are the decoded tokens, up to a stop string.
-    `finish_reason` is None until the last step: "stop" (a stop id, which is `token`, or a stop string) or "length".
-    `logprob` of the token and `top_logprobs`, (id, logprob) best first, are natural logarithms of the model's own
-    distribution, before penalties and filters; None unless asked for.
-    `norms`, if traced, are those of the positions fed to choose this token: the prompt's for the first one, then that
-    of the token before; float32 `(5, n_layers, positions)` in the order of `trace.norms.POINTS`.
+    text: what can be printed now. Incomplete UTF-8 characters, and the beginning of a possible stop string, are delayed
+    to a later step. All texts joined are the decoded tokens, up to a stop string.
+    finish_reason: None until the last step, then "stop" (a stop id, which is `token`, or a stop string) or "length".
+    logprob, top_logprobs: natural logarithms under the model's own distribution, before penalties and filters; of the
+    token, and as (id, logprob), best first. None unless requested.
+    norms: with `trace=True`, the norms of the positions run to choose this token: all of the prompt for the first
+    token, then that of the previous token; float32 `(5, n_layers, positions)` in the order of `hooks.norms.POINTS`.
     """
 
     token: int
@@ -69,32 +69,32 @@ def generate(
 
     Args:
         ids: the prompt; with a `cache`, only the tokens that are not in it yet.
-        max_tokens: at most so many; less where the model's context ends. The last step then says "length".
+        max_tokens: the most tokens to generate; fewer if the context window ends first. Either way the last step's
+            finish_reason is "length".
         stop: strings that end the text; they are not part of it.
-        logprobs: None for none, n for the chosen token's and the n best.
-        cache: from `model.make_cache()`; extended in place. Afterwards it holds the prompt and all tokens, with or
-            without the last one: `cache[0].offset` tells.
+        logprobs: n gives every step the log-probabilities of its token and of the n best; None gives none.
+        cache: from `model.make_cache()`; extended in place. Afterwards it contains the prompt and all tokens, with or
+            without the last one: see `cache[0].offset`.
         history: the ids in `cache`, for the repetition penalty.
-        prefill_chunk: positions of the prompt in one pass; bounds the memory of a long prompt.
-        on_prefill: called with (done, total) after each chunk of the prompt. What it raises ends the generation.
-        trace: give every step its `norms`, taken inside the running pass.
-        draft: from `load_draft`, to have the next tokens drafted and checked several a pass; the same tokens come out.
-            With a `cache` it needs `history`.
+        prefill_chunk: prompt positions per forward pass; bounds the memory of a long prompt.
+        on_prefill: called with (done, total) after each chunk of the prompt. An exception in it ends the generation.
+        trace: give every step its `norms`, computed in the same forward pass.
+        draft: from `load_draft`, for speculative decoding; the tokens stay the same. With a `cache` it needs `history`.
         **sampling: fields of `Sampling`: temperature (0 is greedy), top_k, top_p, min_p, repetition_penalty,
             presence_penalty, frequency_penalty, logit_bias, seed.
 
     Raises:
         UserError: at the first step, for an option out of range, an empty or too long prompt, an id outside the
-            vocabulary, a context that does not fit into memory; at any step, if the model gives NaN, naming the layer.
+            vocabulary, a context that does not fit into memory; at any step, if the model gives NaN, with the layer.
     """
     cache = model.make_cache() if cache is None else cache
     room = check_prompt(model, ids, cache[0].offset)
     check_counts(max_tokens=max_tokens, prefill_chunk=prefill_chunk)
     last = min(max_tokens, room)
-    # An answer that may fill the context is not one that will: room for a beginning is enough then.
+    # An answer limited only by the context window seldom fills it, so memory for its beginning is enough.
     check_context(model, cache, len(ids) + (last if max_tokens < room else min(last, KVCache.STEP)))
     sampler = Sampler(Sampling(**sampling), model.args.vocab_size, [*history, *ids])
-    text, stops = tokenizer.detokenizer(), StopStrings(stop)
+    detokenizer, stops = tokenizer.detokenizer(), StopStrings(stop)
     capture = _norm_capture(model) if trace else None
     runner = capture.model if capture else model
     if draft is not None:
@@ -105,29 +105,26 @@ def generate(
     with closing(loop(runner, logits, cache, sampler, count=last, logprobs=logprobs, capture=capture)) as choices:
         for count, choice in enumerate(choices, start=1):
             if choice.is_nan:
-                raise UserError(
-                    f"the model gives NaN, first in {first_nan(model, [*history, *ids])}: its weights are damaged, or "
-                    "overflow their type; convert it again, or with --dtype bfloat16 or float32"
-                )
+                raise nan_error(model, [*history, *ids])
             token = choice.token.item()
-            shown, reason = next_text(token, text, stops, tokenizer.stop_ids, is_last=count == last)
-            yield Step(token, shown, reason, *choice.read_logprobs(), capture and capture.read(choice.norms))
+            text, reason = next_text(token, detokenizer, stops, tokenizer.stop_ids, is_last=count == last)
+            yield Step(token, text, reason, *choice.read_logprobs(), capture and capture.read(choice.norms))
             if reason is not None:
                 return
 
 
 def next_text(
-    token: int, text: Detokenizer, stops: StopStrings, stop_ids: frozenset[int], *, is_last: bool
+    token: int, detokenizer: Detokenizer, stops: StopStrings, stop_ids: frozenset[int], *, is_last: bool
 ) -> tuple[str, str | None]:
-    """What may be shown after `token`, and whether and why the answer ends with it."""
+    """The text that can be printed after `token`, and the finish reason if the answer ends with it."""
     if token in stop_ids:
-        shown, _ = stops.add(text.finish())
-        return shown + stops.finish(), "stop"
-    shown, stopped = stops.add(text.add(token))
+        text, _ = stops.add(detokenizer.finish())
+        return text + stops.finish(), "stop"
+    text, stopped = stops.add(detokenizer.add(token))
     if is_last and not stopped:
-        rest, stopped = stops.add(text.finish())
-        shown += rest + ("" if stopped else stops.finish())
-    return shown, "stop" if stopped else "length" if is_last else None
+        rest, stopped = stops.add(detokenizer.finish())
+        text += rest + ("" if stopped else stops.finish())
+    return text, "stop" if stopped else "length" if is_last else None
 
 
 def _norm_capture(model: Transformer) -> "NormCapture":
@@ -137,9 +134,9 @@ def _norm_capture(model: Transformer) -> "NormCapture":
 
 
 def check_prompt(model: Transformer, ids: Sequence[int], before: int = 0) -> int:
-    """Positions left for new tokens after the prompt, which has so many before it in a cache.
+    """Positions left in the context window after the prompt. before: positions already in the cache.
 
-    Raises UserError for a prompt that cannot be fed.
+    Raises UserError for an empty prompt, an id outside the vocabulary, and a prompt that fills the context.
     """
     if not len(ids):
         raise UserError("the prompt is empty: there is nothing to continue")
@@ -154,20 +151,20 @@ def check_prompt(model: Transformer, ids: Sequence[int], before: int = 0) -> int
 
 
 def check_context(model: Transformer, cache: Sequence[KVCache], new: int) -> None:
-    """Raise UserError, which names the way out, if memory does not suffice for `new` more positions in `cache`."""
+    """Raise UserError, with a hint on what to change, if `new` more positions in `cache` do not fit into memory."""
     layer, end = cache[0], cache[0].offset + new
-    held = sum(array.nbytes for array in layer.state)
-    attention = model.layers[0].attention  # where heads are shared out to several machines, it has those of this one
+    allocated = sum(array.nbytes for array in layer.state)
+    attention = model.layers[0].attention  # its head counts are this rank's, under tensor parallelism
     args = replace(model.args, n_heads=attention.n_heads, n_kv_heads=attention.n_kv_heads)
     grown = layer_bytes(layer, args, model.norm.weight.dtype, end)
     hint = SHORTEN
     if type(layer) is KVCache:
         hint += ", or keep the cache in fewer bits (--kv-bits 8)"
-    check_memory(len(cache) * max(0, grown - held), f"a context of {end} tokens", hint, available=free_memory())
+    check_memory(len(cache) * max(0, grown - allocated), f"a context of {end} tokens", hint, available=free_memory())
 
 
 def check_counts(**counts: int) -> None:
-    """Raise UserError for one that is not a whole number of at least 1."""
+    """Raise UserError for an argument that is not a whole number of at least 1."""
     for name, value in counts.items():
         if not isinstance(value, int) or value < 1:
             raise UserError(f"{name} is {value}; it must be a whole number of at least 1")

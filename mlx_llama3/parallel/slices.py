@@ -1,6 +1,5 @@
 """Parts of the tensors in safetensors files, read without the rest of them."""
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,8 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
-from mlx_llama3.checkpoint.folder import Checkpoint, CheckpointError, Quantization, not_finite, weight_files
+from mlx_llama3.checkpoint.folder import Checkpoint, CheckpointError, not_finite, weight_files
+from mlx_llama3.checkpoint.quantization import Quantization
 from mlx_llama3.checkpoint.tensor_shapes import expected_shapes
+from mlx_llama3.system.safetensors_header import read_header
 
 import mlx.core as mx
 
@@ -94,7 +95,7 @@ class SlicedCheckpoint(Checkpoint):
         self._dtype = whole.dtype
         shapes = expected_shapes(whole.args)
         self._n_weights = sum(prod(shard_shape(shapes[name], shard)) for name, shard in shards.items())
-        stored = {name: entry for path in weight_files(whole.folder) for name, entry in _header(path).items()}
+        stored = {name: entry for path in weight_files(whole.folder) for name, entry in _stored(path).items()}
         self.weights = {}
         for name, shard in shards.items():
             module = name.removesuffix(".weight")
@@ -145,15 +146,12 @@ def _grouped(shard: Shard | None, quantization: Quantization) -> Shard | None:
     return Shard(COLUMNS, shard.start // quantization.group_size, shard.end // quantization.group_size)
 
 
-def _header(path: Path) -> dict[str, tuple[Path, int, tuple[int, ...], str]]:
-    """Where each tensor of a file lies: path, offset, shape and type, for `Slice`. The file was checked before."""
-    with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        entries = json.loads(file.read(length))
+def _stored(path: Path) -> dict[str, tuple[Path, int, tuple[int, ...], str]]:
+    """Path, offset, shape and type of each tensor of a file, for `Slice`. `Checkpoint` has checked the file before."""
+    header = read_header(path)
     return {
-        name: (path, 8 + length + entry["data_offsets"][0], tuple(entry["shape"]), entry["dtype"])
-        for name, entry in entries.items()
-        if name != "__metadata__"
+        name: (path, header.data_start + entry["data_offsets"][0], tuple(entry["shape"]), entry["dtype"])
+        for name, entry in header.entries.items()
     }
 
 

@@ -80,7 +80,7 @@ def write_zip(path: Path, pickle: bytes, storages: Mapping[str, bytes], root: st
         }
         for name, data in {**entries, "version": b"3\n", **more}.items():
             info = zipfile.ZipInfo(f"{root}/{name}")
-            header = archive.fp.broadcast() + 30 + len(info.filename) + 4
+            header = archive.fp.tell() + 30 + len(info.filename) + 4
             info.extra = b"FB" + struct.pack("<H", -header % 64) + b"Z" * (-header % 64)
             archive.writestr(info, data)
     return path

@@ -1,9 +1,10 @@
-"""The file of decisions: what was written is read, nothing that is found there is an error, two processes share it."""
+"""The file of decisions: it round-trips, no content of it is an error, and two processes share it."""
 
 import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -23,7 +24,7 @@ def test_what_is_added_is_read(tmp_path, caplog) -> None:
     file.add({"a": B})
     assert file.read() == {"a": B, "b": B}
     assert sorted(os.listdir(file.path.parent)) == ["k.json", "k.lock"]
-    assert not caplog.compiles
+    assert not caplog.records
 
 
 def content(**changes) -> str:
@@ -56,7 +57,7 @@ def test_a_damaged_or_foreign_file_is_one_line_of_log_and_is_replaced(tmp_path, 
     file = DecisionFile(tmp_path / "k.json")
     file.path.write_bytes(text.encode("utf-8", "surrogateescape"))
     assert file.read() == {}
-    (record,) = caplog.compiles
+    (record,) = caplog.records
     assert record.getMessage().startswith(f"{file.path}: not a file of kernel decisions (")
     file.add({"a": A})
     assert file.read() == {"a": A}
@@ -66,20 +67,22 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch, caplog)
     file = DecisionFile(tmp_path / "k.json")
     file.add({"a": A})
 
-    def full(*_args, **_options):
+    def full(path, *_args, **_options):
+        path.touch()
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(decisions.json, "dump", full)
-    file.add({"b": B})
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", full)
+        file.add({"b": B})
     assert file.read() == {"a": A}
-    assert [record.getMessage() for record in caplog.compiles] == [
+    assert [record.getMessage() for record in caplog.records] == [
         f"{file.path}: cannot be written (No space left on device); kernels are tried at each start"
     ]
     assert sorted(os.listdir(tmp_path)) == ["k.json", "k.lock"]
 
 
 def test_the_oldest_go_first(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(decisions, "MOST", 3)
+    monkeypatch.setattr(decisions, "MAX_DECISIONS", 3)
     file = DecisionFile(tmp_path / "k.json")
     for key in "abc":
         file.add({key: A})

@@ -19,14 +19,14 @@ ARGS = tiny_args(hidden_dim=320)  # 5 tiles: no number of streams but 1 divides 
 @pytest.fixture(params=[1, 2, 3, 8])
 def cores(request, monkeypatch):
     monkeypatch.setattr(cpu, "n_cpu_streams", lambda: request.param)
-    monkeypatch.setattr(cpu, "_own", threading.local())
+    monkeypatch.setattr(cpu, "_thread_local", threading.local())
     return request.param
 
 
 def feed_forward() -> FeedForward:
     mx.random.seed(3)
     model = Transformer(ARGS)
-    cpu.expand(model, mx.float32)
+    cpu.use_tiled_layers(model, mx.float32)
     return model.layers[0].feed_forward
 
 

@@ -1,0 +1,60 @@
+"""How the matrices of a model folder are packed: the `quantization` object of its `config.json`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mlx_llama3.model.config import ConfigError
+
+# What MLX packs: mode -> bits, group sizes.
+_PACKINGS = {
+    "affine": ((1, 2, 3, 4, 5, 6, 8), (32, 64, 128)),
+    "mxfp4": ((4,), (32,)),
+    "mxfp8": ((8,), (32,)),
+    "nvfp4": ((4,), (16,)),
+}
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """How one matrix is stored: `mode` affine, mxfp4, ...; `bits` a weight; `group_size` weights share a scale."""
+
+    bits: int
+    group_size: int
+    mode: str = "affine"
+
+
+def quantization_settings(config: Mapping[str, Any], source: str) -> Mapping[str, Any]:
+    """The `quantization` object: defaults, and overrides by module name. Empty for a dense model.
+
+    source: the file, for errors.
+    Raises `ConfigError` for a model that another program than MLX has quantized.
+    """
+    ours, foreign = config.get("quantization"), config.get("quantization_config")
+    if ours and not isinstance(ours, Mapping):
+        raise ConfigError(f"{source}: quantization is {ours!r:.60}, must be an object or null")
+    if foreign and not ours:
+        method = foreign.get("quant_method") if isinstance(foreign, Mapping) else foreign
+        raise ConfigError(f"{source}: quantized with {method!r:.60}, which MLX cannot read; take the 16-bit model")
+    return ours or {}
+
+
+def module_quantization(settings: Mapping[str, Any], module: str, source: str) -> Quantization:
+    """How the matrix of `module` (its Hugging Face name, without `.weight`) is packed.
+
+    settings: from `quantization_settings`. source: the file, for errors.
+    Raises `ConfigError` for a packing that MLX does not have.
+    """
+    own = settings.get(module)
+    merged = {**settings, **own} if isinstance(own, Mapping) else settings
+    bits, group_size, mode = merged.get("bits"), merged.get("group_size"), merged.get("mode", "affine")
+    if bits is None or group_size is None:
+        raise ConfigError(f"{source}: quantization: no bits and group_size for {module}, which has scales")
+    known_bits, known_sizes = _PACKINGS.get(str(mode), ((), ()))
+    is_known = bits in known_bits and group_size in known_sizes and type(bits) is type(group_size) is int
+    if not is_known:
+        raise ConfigError(
+            f"{source}: quantization: MLX has no mode {mode!r} with {bits!r} bits and groups of {group_size!r}, as "
+            f"{module} is said to have; download or convert the model again"
+        )
+    return Quantization(bits, group_size, mode)
