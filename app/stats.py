@@ -1,4 +1,4 @@
-"""How fast an answer came."""
+"""Speed and memory of an answer."""
 
 from collections.abc import Sequence
 from time import perf_counter
@@ -12,7 +12,7 @@ import mlx.core as mx
 
 
 class DraftStats(NamedTuple):
-    """Of one answer: drafted tokens, those that were right and their share, and tokens that came without a draft."""
+    """Speculative decoding of one answer: drafted tokens, accepted ones, their share, and tokens without a draft."""
 
     proposed: int
     accepted: int
@@ -21,7 +21,7 @@ class DraftStats(NamedTuple):
 
 
 class Stats(NamedTuple):
-    """Tokens and tokens a second of one answer; memory as MLX counts it, its highest so far, in 10**9 bytes."""
+    """Token counts and tokens per second of one answer. peak_memory_gb: MLX's peak so far, in 10**9 bytes."""
 
     prompt_tokens: int
     prompt_tps: float
@@ -31,7 +31,7 @@ class Stats(NamedTuple):
     draft: DraftStats | None = None
 
     def lines(self) -> str:
-        """Three lines for people, or four."""
+        """The statistics as three lines of text, four with drafts."""
         lines = (
             f"prompt: {self.prompt_tokens} tokens, {self.prompt_tps:.1f} tokens/s\n"
             f"answer: {self.generation_tokens} tokens, {self.generation_tps:.1f} tokens/s\n"
@@ -47,41 +47,41 @@ class Stats(NamedTuple):
         )
 
     def as_object(self) -> dict[str, Any]:
-        """For JSON; `draft` only where answers are drafted."""
+        """The statistics for JSON; `draft` is present only if the answer was drafted."""
         fields = self._asdict()
         draft = fields.pop("draft")
         return fields if draft is None else fields | {"draft": draft._asdict()}
 
 
 def cache_line(layers: Sequence[KVCache], settings: CacheSettings) -> str:
-    """What a cache holds and the memory that it has taken for it, for people."""
-    taken = sum(array.nbytes for layer in layers for array in layer.state)
-    tokens, most, kind = str(layers[0].offset), settings.max_kv_size, ""
+    """One line of text: the tokens in a cache and the memory that it uses."""
+    nbytes = sum(array.nbytes for layer in layers for array in layer.state)
+    tokens, window, kind = str(layers[0].offset), settings.max_kv_size, ""
     if settings.kv_bits:
         kind = f" (keys in 8 bits, values in {settings.kv_bits})"
-    elif most is not None and layers[0].offset > most:
-        tokens, kind = f"{most} of {tokens}", " (the system prompt and the last ones)"
-    return f"cache: {tokens} tokens in {taken / 1e6:.1f} MB{kind}"
+    elif window is not None and layers[0].offset > window:
+        tokens, kind = f"{window} of {tokens}", " (the system prompt and the last ones)"
+    return f"cache: {tokens} tokens in {nbytes / 1e6:.1f} MB{kind}"
 
 
 class Meter:
-    """A stopwatch: made when the prompt is handed over, `tick` at every token."""
+    """A stopwatch for one answer: it starts when it is created, before the prompt is read; `tick` counts a token."""
 
     def __init__(self) -> None:
         self._start = self._first = self._last = perf_counter()
         self._count = 0
 
     def tick(self) -> None:
-        """One more token is there."""
+        """Count one generated token."""
         self._last = perf_counter()
         if self._count == 0:
             self._first = self._last
         self._count += 1
 
     def stats(self, prompt_tokens: int, draft: Speculation | None = None) -> Stats:
-        """Speeds so far: the first token ends the time of the prompt; 0 where nothing was timed.
+        """The statistics so far. The time up to the first token counts for the prompt; an unmeasured speed is 0.
 
-        draft: what drafted the answer.
+        draft: the answer's speculative decoding, if it was drafted.
         """
         return Stats(
             prompt_tokens,
@@ -89,7 +89,7 @@ class Meter:
             self._count,
             _rate(self._count - 1, self._last - self._first),
             round(mx.get_peak_memory() / 1e9, 3),
-            draft and DraftStats(draft.proposed, draft.accepted, round(draft.acceptance, 3), draft.plain),
+            draft and DraftStats(draft.proposed, draft.accepted, round(draft.acceptance, 3), draft.undrafted_tokens),
         )
 
 

@@ -1,6 +1,6 @@
-"""From a prompt's ids to the tokens that follow: sampling, the decoding loop, the text stream, batches.
+"""Generation: sampling, the decoding loop, the text stream, and batches of prompts.
 
-`speculative/` drafts tokens and checks several in one pass.
+`speculative/` drafts tokens and verifies several in one forward pass.
 """
 
 from mlx_llama3.generation.batch import Answer, Request, generate_batch

@@ -9,7 +9,6 @@ tokens are closer than that, the other one may be chosen.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from mlx_llama3.errors import UserError
 from mlx_llama3.generation.nan_check import nan_error
 from mlx_llama3.generation.sampling import Sampler, Sampling
 from mlx_llama3.generation.stop_strings import StopStrings

@@ -1,4 +1,4 @@
-"""The loop over token ids: chunked prefill, then decoding with two steps in flight."""
+"""The decoding loop: chunked prefill, then one token a step with two steps in flight."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,10 +18,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TokenChoice:
-    """A sampled token, queued and perhaps not computed yet: `token`, and the `largest` of the logits, `(1,)` each.
+    """A sampled token, queued and perhaps not computed yet.
 
-    `logprob` `(1, 1)` and `top` (ids and log-probabilities, `(1, n)` each) if asked for; `norms` of the passes that led
-    to it if traced.
+    token: `(1,)`. largest: the maximum of its logits, `(1,)`. logprob: `(1, 1)`, and top: ids and log-probabilities,
+    `(1, n)` each; None unless requested. norms: those of the forward passes since the previous token, empty unless
+    traced.
     """
 
     token: mx.array
@@ -36,18 +37,18 @@ class TokenChoice:
         return self
 
     def arrays(self) -> list[mx.array]:
-        """All that there is to compute."""
-        parts = (self.token, self.largest, self.logprob, *(self.top or ()))
+        """All arrays of this choice, for `mx.eval`."""
+        arrays = (self.token, self.largest, self.logprob, *(self.top or ()))
         squares = [square for pending in self.norms for square in pending.squares]
-        return [part for part in parts if part is not None] + squares
+        return [array for array in arrays if array is not None] + squares
 
     @property
     def is_nan(self) -> bool:
-        """Whether a logit was no number; waits for them."""
+        """Whether a logit was NaN; waits for the result."""
         return self.largest.item() != self.largest.item()
 
     def read_logprobs(self) -> tuple[float | None, list[tuple[int, float]] | None]:
-        """(logprob, top_logprobs) as `Step` has them."""
+        """(logprob, top_logprobs) in the form of `Step`'s fields."""
         top = None
         if self.top is not None:
             ids, values = self.top
@@ -64,17 +65,17 @@ def prefill(
     on_prefill: Callable[[int, int], None] | None = None,
     capture: "NormCapture | None" = None,
 ) -> mx.array:
-    """Feed `ids` to the model, `chunk` positions a pass; logits `(1, vocab)` after the last one, not yet evaluated.
+    """Run `ids` through the model, `chunk` positions a pass; returns the last logits `(1, vocab)`, not yet evaluated.
 
-    `on_prefill` is told (done, total) after each. The head is applied to the last position only: for a vocabulary of
-    128k it would cost as much as a quarter of a 1B model.
+    `on_prefill(done, total)` is called after each chunk. The head is applied to the last position only: for a
+    vocabulary of 128k it would cost as much as a quarter of a 1B model.
     """
     start, done = cache[0].offset, 0
     while done < len(ids):
         length = fitting_chunk(chunk, start + done + chunk, model.args.n_heads)
-        piece = mx.array([ids[done : done + length]])
-        x = plain(model.residual(piece, start + done, cache))
-        done += piece.shape[1]
+        tokens = mx.array([ids[done : done + length]])
+        x = plain(model.residual(tokens, start + done, cache))
+        done += tokens.shape[1]
         if done < len(ids):
             mx.eval([entry.state for entry in cache], capture.arrays() if capture else [])
             mx.clear_cache()
@@ -93,10 +94,10 @@ def decode(
     logprobs: int | None = None,
     capture: "NormCapture | None" = None,
 ) -> Iterator[TokenChoice]:
-    """`count` choices, the first from `logits` `(1, vocab)`.
+    """Yield `count` tokens, the first sampled from `logits` `(1, vocab)`.
 
-    The graph of the next one is built and queued before this one is handed out, so that the device does not wait for
-    the host to read, decode and print.
+    The next token's graph is built and queued before the current one is yielded, so that the device does not wait
+    while the host reads, decodes and prints.
     """
     choice = choose(logits, sampler, logprobs, capture).start()
     for left in reversed(range(count)):
@@ -109,9 +110,9 @@ def decode(
 
 
 def choose(logits: mx.array, sampler: Sampler, logprobs: int | None, capture: "NormCapture | None") -> TokenChoice:
-    """The next token of logits `(1, vocab)`; `norms` are those of the passes since the last choice."""
+    """Sample from logits `(1, vocab)`; the choice's `norms` are those captured since the previous choice."""
     token, distribution = sampler(logits)
-    # One NaN makes the maximum NaN, whatever token was drawn; read beside the token, it costs no wait of its own.
+    # The maximum is NaN if any logit is, whatever token was drawn. Reading it with the token costs no extra wait.
     largest = logits.max(axis=-1)
     norms = capture.take() if capture else []
     if logprobs is None:

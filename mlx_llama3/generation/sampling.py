@@ -1,11 +1,11 @@
-"""From logits to the next token: small pure functions, the options `Sampling`, and `Sampler`, one stream's state.
+"""Sampling: pure functions on logits, the options `Sampling`, and `Sampler`, the state of one stream.
 
-Order, as in llama.cpp and mlx-lm: logit bias, penalties, then top_k, top_p and min_p on the *untempered* distribution,
-the temperature last. (transformers tempers first; there a filter keeps more tokens as the temperature rises.) Each
-filter sees the distribution that the one before it left, renormalized, as in llama.cpp.
+The order is that of llama.cpp and mlx-lm: logit bias, penalties, then top_k, top_p and min_p on the distribution at
+temperature 1, the temperature last. (transformers applies the temperature first, so its filters keep more tokens as the
+temperature rises.) Each filter sees the renormalized distribution that the previous one left, as in llama.cpp.
 
-Everything stays in the MLX graph: no function here waits for a value, so the next step can be queued before this one is
-known. A NaN is not hidden: no filter removes one, and all log-probabilities of such a row are NaN.
+Everything stays in the MLX graph: no function here waits for a value, so the next step can be queued before the current
+token is known. NaN is not hidden: no filter removes one, and all log-probabilities of such a row are NaN.
 """
 
 import math
@@ -19,23 +19,24 @@ from mlx_llama3.errors import UserError
 import mlx.core as mx
 
 SMALLEST_FLOAT32 = 2.0**-126  # a smaller temperature is 0 on the device
-LARGEST = 1e30  # of all options: times any number of tokens, or any logit, it is still finite in float32
+LARGEST = 1e30  # limit of every option: multiplied by any token count or logit it is still finite in float32
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to choose the next token. The defaults are greedy, with everything else off.
+    """Sampling options. The default is greedy decoding, with everything else off.
 
     temperature: 0 is the exact argmax (filters cannot change it; bias and penalties can).
-    top_k: keep the k best; 0 is off. A tie at the border keeps k all the same.
-    top_p: keep the smallest set of best tokens that holds at least this probability (Holtzman et al. 2019); 1 is off.
+    top_k: keep the k most probable tokens; 0 is off. Exactly k stay, even if tokens tie for the last place.
+    top_p: keep the smallest set of most probable tokens whose probabilities sum to at least this (Holtzman et al.
+        2019); 1 is off.
     min_p: keep tokens at least min_p times as probable as the best (Nguyen et al. 2024); 0 is off.
     repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or output (Keskar et al.
         2019, section 4.1, with the sign rule of transformers); 1 is off.
     presence_penalty, frequency_penalty: subtracted once, and once per occurrence, from the logits of generated tokens
         (OpenAI's definition; the prompt does not count); 0 is off.
     logit_bias: token id -> number added to its logit; -inf bans the token.
-    seed: same seed, same tokens, whatever else uses MLX's global generator; None takes fresh entropy.
+    seed: the same seed gives the same tokens, whatever else uses MLX's global generator; None takes fresh entropy.
 
     Raises `UserError`, one line that names the option and its range.
     """
@@ -74,22 +75,22 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        """True when only the best token can come out, so that an argmax is enough."""
+        """Whether these options can only give the best token, so that an argmax is enough."""
         return self.temperature < SMALLEST_FLOAT32 or self.top_k == 1 or self.top_p == 0
 
     @property
     def penalizes(self) -> bool:
-        """True when `Counts` are needed."""
+        """Whether any penalty is on, so that `Counts` are needed."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
 def _is(value: object, kind: type) -> bool:
-    """True for a number of this kind; every int is a float, no bool is either."""
+    """Whether `value` is a number of this kind: an int counts as a float, a bool as neither."""
     return isinstance(value, (int, kind)) and not isinstance(value, bool)
 
 
 class Counts(NamedTuple):
-    """What the penalties remember of one stream, as arrays, so that counting a token needs no value on the host.
+    """Token counts of one stream, for the penalties; arrays, so that counting a token does not wait for its value.
 
     seen: (vocab,) bool, the token is in the prompt or the output. generated: (vocab,) int32, times it was generated.
     """
@@ -138,7 +139,7 @@ def add_bias(logits: mx.array, bias: Mapping[int, float]) -> mx.array:
 
 
 def top_k_ids(logits: mx.array, k: int) -> mx.array:
-    """Ids (..., min(k, vocab)) of the k largest of logits (..., vocab), in no order. NaN counts as largest."""
+    """Ids (..., min(k, vocab)) of the k largest of logits (..., vocab), unsorted. NaN counts as largest."""
     vocab_size = logits.shape[-1]
     if k >= vocab_size:
         return mx.broadcast_to(mx.arange(vocab_size), logits.shape)
@@ -146,20 +147,20 @@ def top_k_ids(logits: mx.array, k: int) -> mx.array:
 
 
 def keep_top_p(logits: mx.array, p: float) -> mx.array:
-    """Logits (..., n) with -inf outside the smallest set of best entries whose probability reaches p.
+    """Logits (..., n) with -inf outside the smallest set of best entries whose probabilities sum to at least p.
 
-    The best entry always stays. Of equal entries at the border those of lower index stay.
+    The best entry always stays. Of equal entries at the border, those of lower index stay.
     """
     order = mx.argsort(-logits, axis=-1)
     probabilities = mx.softmax(mx.take_along_axis(logits, order, axis=-1), axis=-1, precise=True)
-    before = mx.cumsum(probabilities, axis=-1, inclusive=False)  # what the better entries hold
+    before = mx.cumsum(probabilities, axis=-1, inclusive=False)  # total probability of the better entries
     remove = (before >= p) & (mx.arange(logits.shape[-1]) > 0)
     remove = mx.put_along_axis(mx.zeros_like(remove), order, remove, axis=-1)
     return mx.where(remove, -mx.inf, logits)
 
 
 def keep_min_p(logits: mx.array, p: float) -> mx.array:
-    """Logits (..., n) with -inf where the probability is below p (above 0, up to 1) times the best one's."""
+    """Logits (..., n) with -inf where the probability is below p (0 < p <= 1) times that of the best entry."""
     floor = logits.max(axis=-1, keepdims=True) + math.log(p)
     return mx.where(logits < floor, -mx.inf, logits)
 
@@ -167,15 +168,15 @@ def keep_min_p(logits: mx.array, p: float) -> mx.array:
 def draw(logits: mx.array, sampling: Sampling, key: mx.array) -> mx.array:
     """Ids (...,) drawn from logits (..., vocab) after top_k, top_p, min_p and the temperature, in this order.
 
-    Drawn as the largest of log-probability plus Gumbel noise, with noise that belongs to the token's id whatever the
-    filters leave: two models whose distributions are alike, drawing with the same key, mostly draw the same token, so
-    that one can draft for the other (Daliri et al. 2024, arXiv 2408.07978).
+    Uses the Gumbel-max trick. The noise belongs to the token's id, whatever the filters leave, so two models with
+    similar distributions that draw with the same key mostly draw the same token. This lets one draft for the other
+    (Daliri et al. 2024, arXiv 2408.07978).
     """
     logits = logits.astype(mx.float32)
     noise = mx.random.gumbel(logits.shape, key=key)
     candidates = None
     if 0 < sampling.top_k < logits.shape[-1]:
-        # From here on only k entries: the sort of top_p costs nothing beside one of the whole vocabulary.
+        # Gather the k entries first, so that top_p need not sort the whole vocabulary.
         candidates = top_k_ids(logits, sampling.top_k)
         logits = mx.take_along_axis(logits, candidates, axis=-1)
         noise = mx.take_along_axis(noise, candidates, axis=-1)
@@ -183,7 +184,7 @@ def draw(logits: mx.array, sampling: Sampling, key: mx.array) -> mx.array:
         logits = keep_top_p(logits, sampling.top_p)
     if sampling.min_p > 0:
         logits = keep_min_p(logits, sampling.min_p)
-    # The best entry becomes 0 first, so that no temperature, however small, makes it overflow.
+    # Subtracting the maximum makes the best entry 0, which no temperature, however small, can make overflow.
     logits = (logits - logits.max(axis=-1, keepdims=True)) / sampling.temperature
     drawn = mx.argmax(logits + noise, axis=-1)
     if candidates is None:
@@ -194,15 +195,15 @@ def draw(logits: mx.array, sampling: Sampling, key: mx.array) -> mx.array:
 def sample(
     logits: mx.array, sampling: Sampling, key: mx.array | None = None, counts: Counts | None = None
 ) -> tuple[mx.array, mx.array]:
-    """Next token and log-probabilities, without waiting for either.
+    """The next token and the log-probabilities, both not evaluated.
 
-    logits: (vocab,) or (B, vocab), any float dtype. key: needed unless `sampling.greedy`. counts: needed if
+    logits: (vocab,) or (B, vocab), any float dtype. key: required unless `sampling.greedy`. counts: required if
     `sampling.penalizes`. Returns ids () or (B,) uint32, and the log-softmax of the raw logits, before bias, penalties
     and filters, float32 in the shape of the logits; it costs nothing unless it is evaluated.
     """
     logprobs = log_softmax(logits)
     if sampling.logit_bias or sampling.penalizes:
-        logits = logits.astype(mx.float32)  # in float16 they would overflow
+        logits = logits.astype(mx.float32)  # bias and penalties could overflow float16
     if sampling.logit_bias:
         logits = add_bias(logits, sampling.logit_bias)
     if sampling.penalizes:
@@ -225,10 +226,10 @@ def top_logprobs(logprobs: mx.array, n: int) -> tuple[mx.array, mx.array]:
 
 
 class Sampler:
-    """The sampling of one stream: its options, its own random key, and its counts.
+    """The sampling state of one stream: its options, its own random key, and its counts.
 
-    `prompt` are the ids of the whole context; only the repetition penalty looks at them. A call takes logits (1, vocab)
-    and returns what `sample` returns; the token counts as generated from then on.
+    prompt: the ids of the whole context, read by the repetition penalty only. A call takes logits (1, vocab), returns
+    what `sample` returns, and counts the token as generated.
     """
 
     def __init__(self, sampling: Sampling, vocab_size: int, prompt: Iterable[int] = ()) -> None:

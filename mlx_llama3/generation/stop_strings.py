@@ -1,4 +1,4 @@
-"""Strings that end an answer, found wherever the pieces of the text are cut."""
+"""Stop strings: strings that end an answer, also when they span several pieces of the streamed text."""
 
 from collections.abc import Sequence
 
@@ -6,10 +6,11 @@ from mlx_llama3.errors import UserError
 
 
 class StopStrings:
-    """Watches a growing text for the first stop string that is complete in it.
+    """Searches a streamed text for the first stop string that is complete in it.
 
-    What is returned never contains a stop string nor the beginning of one that could still become whole, and does not
-    depend on how the text was cut. If two stop strings are complete at the same character, the longer one counts.
+    The returned text never contains a stop string, nor the beginning of one that could still be completed. It does not
+    depend on where the pieces are divided. If two stop strings are complete at the same character, the longer one
+    counts.
 
     Raises `UserError` for an empty stop string.
     """
@@ -20,25 +21,25 @@ class StopStrings:
             raise UserError("a stop string is empty; expected at least one character")
         self._stops = stops
         self._longest = max(map(len, stops), default=0)
-        self._held = ""
+        self._pending = ""  # the end of the text, which may begin a stop string
 
     def add(self, text: str) -> tuple[str, bool]:
-        """The text that is safe to show now, and whether a stop string was reached (what follows it is dropped)."""
-        text = self._held + text
-        found = [(n + len(stop), n) for stop in self._stops if (n := text.find(stop)) >= 0]
-        if found:
-            self._held = ""
-            return text[: min(found)[1]], True
+        """(text that is safe to print, whether a stop string was completed); text after a stop string is dropped."""
+        text = self._pending + text
+        matches = [(n + len(stop), n) for stop in self._stops if (n := text.find(stop)) >= 0]  # (end, start)
+        if matches:
+            self._pending = ""
+            return text[: min(matches)[1]], True
         safe = len(text) - self._open_length(text)
-        self._held = text[safe:]
+        self._pending = text[safe:]
         return text[:safe], False
 
     def finish(self) -> str:
-        """The text held back, now that nothing follows."""
-        rest, self._held = self._held, ""
+        """The pending text, once no more text follows."""
+        rest, self._pending = self._pending, ""
         return rest
 
     def _open_length(self, text: str) -> int:
-        """How many of the last characters could begin a stop string."""
+        """Length of the longest end of `text` that begins a stop string."""
         longest = min(self._longest - 1, len(text))
         return next((n for n in range(longest, 0, -1) if any(s.startswith(text[-n:]) for s in self._stops)), 0)

@@ -1,6 +1,6 @@
-"""Speculative decoding: a drafter guesses the next tokens, and one pass of the model checks them all.
+"""Speculative decoding: a drafter proposes the next tokens, and one forward pass of the model verifies them all.
 
-The tokens are the same as without a draft, sampled ones with a seed too.
+The output is the same as without a draft, also for sampling with a seed.
 """
 
 from mlx_llama3.generation.speculative.drafters import Drafter, ModelDrafter, NgramDrafter

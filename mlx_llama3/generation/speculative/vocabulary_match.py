@@ -1,4 +1,4 @@
-"""Whether two tokenizers mean the same by their ids, so that one model can draft for the other."""
+"""Check that two tokenizers give every id the same meaning, so that one model can draft for the other."""
 
 from collections.abc import Iterator
 from itertools import zip_longest
@@ -10,29 +10,29 @@ _UNUSED = (b"", False)
 
 
 def check_same_tokens(draft: Tokenizer, tokenizer: Tokenizer, source: str) -> None:
-    """Every id must stand for the same bytes, and for a control token in both or in none.
+    """Require that every id stands for the same bytes, and is a control token in both tokenizers or in neither.
 
-    Ids past the shorter vocabulary must be unused: tables padded to a round size differ so. How text is cut into
-    tokens does not matter, since a draft sees ids only.
+    Ids past the end of the shorter vocabulary must be unused, since vocabularies may be padded to a round size. The
+    pre-tokenizers may differ, because a draft model reads ids only.
 
-    source: the draft, to be named in errors.
+    source: the draft's name in errors.
     Raises `UserError` that names the first id in which they differ.
     """
     pairs = zip_longest(_meanings(draft), _meanings(tokenizer), fillvalue=_UNUSED)
     for token, (theirs, ours) in enumerate(pairs):
         if theirs != ours:
             raise UserError(
-                f"{source}: cannot draft for this model, since token {token} is {_shown(*theirs)} there and "
-                f"{_shown(*ours)} here; choose a smaller model of the same family, or ngram"
+                f"{source}: cannot draft for this model, since token {token} is {_describe(*theirs)} there and "
+                f"{_describe(*ours)} here; choose a smaller model of the same family, or ngram"
             )
 
 
 def _meanings(tokenizer: Tokenizer) -> Iterator[tuple[bytes, bool]]:
-    """Of each id the bytes, and whether it is a control token."""
+    """(bytes, whether it is a control token) of each id."""
     controls = set(tokenizer.special_tokens.values())
     return ((token, n in controls) for n, token in enumerate(tokenizer.vocabulary.tokens))
 
 
-def _shown(token: bytes, is_control: bool) -> str:
-    written = repr(token.decode("utf-8", "backslashreplace")) if token else "unused"
-    return f"the control token {written}" if is_control else written
+def _describe(token: bytes, is_control: bool) -> str:
+    text = repr(token.decode("utf-8", "backslashreplace")) if token else "unused"
+    return f"the control token {text}" if is_control else text

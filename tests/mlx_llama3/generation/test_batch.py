@@ -1,4 +1,4 @@
-"""Answers in a batch equal those of single runs; and its cache, against passes over each row alone."""
+"""Batched answers equal those of single runs, and the batched cache gives the logits of each row alone."""
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ def ids(length: int, seed: int) -> list[int]:
 
 
 def alone(model, tokenizer, request: Request) -> Answer:
-    how = request.sampling
+    sampling = request.sampling
     steps = list(
         generate(
             model,
@@ -34,7 +34,7 @@ def alone(model, tokenizer, request: Request) -> Answer:
             request.ids,
             max_tokens=request.max_tokens,
             stop=request.stop,
-            **{name: getattr(how, name) for name in how.__dataclass_fields__},
+            **{name: getattr(sampling, name) for name in sampling.__dataclass_fields__},
         )
     )
     return Answer([step.token for step in steps], "".join(step.text for step in steps), steps[-1].finish_reason)
@@ -65,7 +65,7 @@ def test_rows_equal_single_runs(model, llama31, batch_size, chunk):
 
 
 def test_stops_are_each_rows_own(model, llama31):
-    """A string of one row's answer stops that row; a stop id ends an answer wherever it stands."""
+    """A stop string stops only the row that has it; a stop id ends the answer of any row."""
     plain = alone(model, llama31, Request(ids(5, 0), 12))
     stop = plain.text[len(plain.text) // 2 :][:2]
     requests = [Request(ids(5, 0), 12, stop=(stop,)), Request(ids(5, 0), 12)]
@@ -76,7 +76,7 @@ def test_stops_are_each_rows_own(model, llama31):
 
 
 def feed(model, rows: list[list[int]]) -> tuple[mx.array, list[BatchKVCache]]:
-    """Left-padded, in one pass: logits `(B, S, vocab)` and the cache."""
+    """One pass over left-padded rows: logits `(B, S, vocab)` and the cache."""
     longest = max(map(len, rows))
     padding = [longest - len(row) for row in rows]
     shared = Rows(padding)
@@ -92,7 +92,7 @@ def test_padding_changes_no_logit(model):
     for place, row in enumerate(rows):
         expected = model(mx.array([row]))[0]
         assert mx.abs(logits[place, -len(row) :] - expected).max().item() < LOGITS
-    # One more token each, in a batch from which a row has gone and to which others have come: shorter, and longer.
+    # One more token for each row, after one row left the batch and others, shorter and longer, joined it.
     cache = selected(cache, [0, 2])
     rows = [rows[0], rows[2]]
     assert cache[0].offset == 12

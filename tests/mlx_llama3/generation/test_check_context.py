@@ -1,4 +1,4 @@
-"""A context that does not fit into memory is refused before its prompt is fed."""
+"""A context that does not fit into memory is refused before prefill."""
 
 from types import SimpleNamespace
 
@@ -34,7 +34,7 @@ def test_only_what_is_new_counts(model, monkeypatch) -> None:
     assert offset == 256  # nothing was written
 
 
-def test_of_shared_heads_only_those_of_this_machine_count(monkeypatch) -> None:
+def test_under_tensor_parallelism_only_the_heads_of_this_rank_count(monkeypatch) -> None:
     model = TensorShard(SimpleNamespace(rank=0, size=2)).model(ARGS)
     monkeypatch.setattr(stream, "free_memory", lambda: context_bytes(ARGS, mx.float32, 256) // 2)
     check_context(model, model.make_cache(), 256)
@@ -58,16 +58,16 @@ def test_a_prompt_that_does_not_fit_is_refused_before_it_is_fed(model, monkeypat
     assert str(raised.value).endswith("; shorten the prompt or the longest answer (--max-tokens)")
 
 
-def test_an_answer_as_long_as_the_context_asks_for_a_beginning_only(model, monkeypatch) -> None:
+def test_an_answer_limited_by_the_context_needs_memory_for_its_beginning_only(model, monkeypatch) -> None:
     monkeypatch.setattr(memory, "available_memory", lambda: context_bytes(model.args, mx.float32, 1024))
     monkeypatch.setattr(mx, "get_cache_memory", lambda: 0)
     monkeypatch.setattr(Transformer, "residual", lambda *_: pytest.fail("fed"))
-    with pytest.raises(AttributeError):  # it goes on, to a tokenizer that is not there
+    with pytest.raises(AttributeError):  # the check passes, and the missing tokenizer is used next
         next(generate(model, None, [1] * 700, max_tokens=99_300))
     with pytest.raises(UserError, match="^a context of 1256 tokens"):
         next(generate(model, None, [1] * 1000, max_tokens=99_000))
 
 
-def test_tiny_context_needs_no_memory_to_speak_of() -> None:
+def test_tiny_context_needs_almost_no_memory() -> None:
     model = Transformer(ARGS)
     check_context(model, model.make_cache(), ARGS.max_seq_len)

@@ -1,4 +1,4 @@
-"""A sentence hidden in a long text is found again by the demo model: within 500 tokens here, up to 6,000 with SOAK=1.
+"""The demo model retrieves a sentence hidden in a long text: within 500 tokens here, up to 6,000 with SOAK=1.
 
 The task is one that a model of 135M weights can do: to repeat a key that it has read. It fails with a wrong RoPE
 scaling and with dropped positions, which the tests show.
@@ -30,7 +30,7 @@ def demo(demo_folder):
     return load_model(demo_folder), load_tokenizer(demo_folder)
 
 
-def found(demo, sentences: int, depth: float) -> tuple[bool, int]:
+def retrieves(demo, sentences: int, depth: float) -> tuple[bool, int]:
     """Whether the model repeats the key, and how many tokens it read."""
     model, tokenizer = demo
     text = [SENTENCES[(i * i + i // 3) % len(SENTENCES)] for i in range(sentences)]
@@ -42,7 +42,7 @@ def found(demo, sentences: int, depth: float) -> tuple[bool, int]:
 
 @pytest.mark.parametrize("depth", [0.1, 0.6])
 def test_finds_the_key(demo, depth):
-    ok, length = found(demo, 40, depth)
+    ok, length = retrieves(demo, 40, depth)
     assert ok and 400 < length < 500
 
 
@@ -50,17 +50,17 @@ def test_can_fail(demo, monkeypatch):
     model, _ = demo
     with monkeypatch.context() as patch:
         scaled = Rope(model.args)
-        scaled._inv_freq = scaled._inv_freq / 32  # every wavelength: a text this short would hide Llama's own scaling
+        scaled._inv_freq = scaled._inv_freq / 32  # all wavelengths, since Llama's scaling has no effect on short texts
         patch.setattr(model, "rope", scaled)
-        assert not found(demo, 40, 0.6)[0]
+        assert not retrieves(demo, 40, 0.6)[0]
     monkeypatch.setattr(KVCache, "positions", lambda self, length: 0)
-    assert not found(demo, 40, 0.6)[0]
+    assert not retrieves(demo, 40, 0.6)[0]
 
 
 @pytest.mark.skipif("SOAK" not in os.environ, reason="minutes; make soak")
 @pytest.mark.parametrize("sentences", [390, 640])
 @pytest.mark.parametrize("depth", [0.02, 0.25, 0.5, 0.75, 0.98])
 def test_finds_the_key_in_a_long_text(demo, sentences, depth):
-    ok, length = found(demo, sentences, depth)
+    ok, length = retrieves(demo, sentences, depth)
     print(f"{length} tokens, depth {depth}: {'found' if ok else 'not found'}")
     assert ok

@@ -1,4 +1,4 @@
-"""A long prompt takes the memory of its cache, and of one chunk; not of the whole prompt at once."""
+"""Prefilling a long prompt takes the memory of its cache and of one chunk, not of the whole prompt at once."""
 
 import pytest
 from tiny_models import tiny_args, tiny_model
@@ -16,7 +16,7 @@ def model(tmp_path_factory):
 
 
 def peak(model, length: int, chunk: int) -> tuple[int, int]:
-    """(bytes at the peak of a prefill, of the cache after it)"""
+    """(peak bytes of a prefill, bytes of the cache after it)"""
     cache = model.make_cache()
     mx.clear_cache()
     before = mx.get_active_memory()
@@ -26,10 +26,10 @@ def peak(model, length: int, chunk: int) -> tuple[int, int]:
 
 
 def test_the_peak_grows_with_the_cache_alone(model):
-    """Beside the cache: one layer's old buffer while it grows, and (without fused attention) scores of one chunk,
-    the masked ones and their softmax."""
+    """Beside the cache it may hold one layer's old buffer while that grows and, without fused attention, the scores of
+    one chunk, their masked copy and their softmax."""
     (small, small_cache), (large, large_cache) = (peak(model, length, CHUNK) for length in (1024, 4096))
     scores = 3 * CHUNK * model.args.n_heads * 4 * (4096 - 1024)
     old_buffer = large_cache / model.args.n_layers
     assert large - small <= (large_cache - small_cache) + old_buffer + scores
-    assert peak(model, 2048, 2048)[0] > 2 * large  # what chunks are for
+    assert peak(model, 2048, 2048)[0] > 2 * large  # in a single chunk

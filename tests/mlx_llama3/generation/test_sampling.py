@@ -1,4 +1,4 @@
-"""Sampling against a plain float64 NumPy reference, its statistics, its seeds and its refusals."""
+"""Sampling against a float64 NumPy reference: values, statistics, seeds and errors."""
 
 import math
 
@@ -34,7 +34,7 @@ def softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def reference_kept(logits: np.ndarray, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> np.ndarray:
-    """Ids that survive top_k, top_p, min_p, written as a loop over the tokens from the best down."""
+    """Ids that pass top_k, top_p and min_p, by a loop over the tokens from the best down."""
     order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
     if 0 < top_k < len(logits):
         order = order[:top_k]
@@ -102,7 +102,7 @@ def test_ties() -> None:
 def test_what_is_drawn_always_survives_the_reference(logits, top_k, top_p, min_p, temperature, seed) -> None:
     options = Sampling(temperature, top_k, top_p, min_p, seed=seed)
     token = Sampler(options, len(logits))(mx.array([logits]))[0].item()
-    # An equal logit may stand in for the reference's token, and float32 sums may end one step later at a border.
+    # Another token with an equal logit is fine too, and a float32 sum may reach the threshold one token later.
     allowed = reference_kept(np.array(logits), top_k, min(1.0, top_p + 1e-5), min_p * (1 - 1e-4))
     assert logits[token] in {logits[i] for i in allowed}
 
@@ -267,7 +267,7 @@ def test_half_precision_logits(dtype: mx.Dtype) -> None:
 )
 @pytest.mark.parametrize("dtype", [mx.float16, mx.float32])
 def test_extreme_options_make_no_nan(dtype: mx.Dtype, extreme: dict) -> None:
-    """NaN would come out as token 0, or as anything."""
+    """The token would be 0, or anything."""
     logits = random_logits()
     logits[0], logits[:8] = -1e4, logits[:8].round()
     logits[3] = 0  # 0 times infinity

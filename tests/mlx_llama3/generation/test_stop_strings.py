@@ -6,7 +6,7 @@ from mlx_llama3.generation.stop_strings import StopStrings
 
 
 def expected(text, stops):
-    """The definition, character by character: the first end of a stop string decides, of those the longest."""
+    """The definition, character by character: the stop string that ends first counts, of several the longest."""
     for end in range(len(text) + 1):
         starts = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
         if starts:
@@ -36,7 +36,7 @@ def test_any_split_gives_what_the_whole_text_gives(pieces, stops):
 
 
 @given(st.lists(few), st.lists(st.text("ab\n", min_size=1, max_size=4), min_size=1, max_size=3))
-def test_no_more_is_held_back_than_could_become_a_stop_string(pieces, stops):
+def test_only_the_beginning_of_a_stop_string_is_delayed(pieces, stops):
     watcher = StopStrings(stops)
     for piece in pieces:
         if watcher.add(piece)[1]:
@@ -45,7 +45,7 @@ def test_no_more_is_held_back_than_could_become_a_stop_string(pieces, stops):
     assert rest == "" or any(stop.startswith(rest) for stop in stops)
 
 
-def test_held_back_until_certain():
+def test_text_is_delayed_until_it_is_no_stop_string():
     watcher = StopStrings(["\n\nUser:"])
     assert watcher.add("Hello.\n") == ("Hello.", False)
     assert watcher.add("\n") == ("", False)

@@ -1,4 +1,4 @@
-"""The token stream against a naive loop over full passes, and the text against the decode of all ids."""
+"""The token stream against a naive loop of full passes, and its text against decoding all ids at once."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def talker(tokenizer):
-    """A model that says what `replies` holds."""
+    """A model that generates the ids in `replies`."""
     return WatchedModel(vocab_size=tokenizer.vocab_size)
 
 
@@ -29,7 +29,7 @@ def tokens(model, tokenizer, ids=PROMPT, **options) -> list[int]:
 
 
 def naive(model, ids: list[int], count: int) -> list[int]:
-    """Greedy, a full pass without cache for every token."""
+    """Greedy decoding with a full pass, without cache, for every token."""
     ids = list(ids)
     for _ in range(count):
         ids.append(mx.argmax(model(mx.array([ids]))[0, -1]).item())
@@ -43,10 +43,10 @@ def test_greedy_equals_full_passes(model, tokenizer):
 
 @pytest.mark.parametrize("chunk", [1, 2, 4, 5, 6, 100])
 def test_chunks_change_nothing(model, tokenizer, chunk):
-    told = []
+    progress = []
     options = {"max_tokens": 6, "prefill_chunk": chunk}
-    assert tokens(model, tokenizer, on_prefill=lambda *at: told.append(at), **options) == naive(model, PROMPT, 6)
-    assert told == [(min(done, 6), 6) for done in range(chunk, 6 + chunk, chunk)]
+    assert tokens(model, tokenizer, on_prefill=lambda *at: progress.append(at), **options) == naive(model, PROMPT, 6)
+    assert progress == [(min(done, 6), 6) for done in range(chunk, 6 + chunk, chunk)]
 
 
 def test_the_head_sees_only_the_last_position_of_a_prompt(talker, tokenizer):
@@ -58,7 +58,7 @@ def test_the_head_sees_only_the_last_position_of_a_prompt(talker, tokenizer):
 
 
 def test_each_chunk_is_computed_before_the_next_is_queued(model, tokenizer):
-    """So that the memory of a long prompt is bounded, progress is true and Ctrl-C is heard."""
+    """This bounds the memory of a long prompt, gives real progress, and lets Ctrl-C interrupt."""
     args, prompt = model.args, [7] * 400
     there, before = [], mx.get_active_memory()
     list(
@@ -72,7 +72,7 @@ def test_each_chunk_is_computed_before_the_next_is_queued(model, tokenizer):
         )
     )
     keys_and_values = 2 * args.n_layers * args.n_kv_heads * args.head_dim * 256 * 4  # buffers of 256 positions
-    assert keys_and_values <= there[0] < 2 * keys_and_values  # and of the pass nothing else is left
+    assert keys_and_values <= there[0] < 2 * keys_and_values  # nothing else of the pass remains
     assert 2 * keys_and_values <= there[2] < 3 * keys_and_values
 
 
@@ -93,7 +93,7 @@ def test_a_token_is_written_into_the_cache_in_place(tokenizer):
     before = mx.get_active_memory()
     assert len(list(steps)) == 19
     one_copy = cache[0].state[0].nbytes
-    assert one_copy > 3_500_000  # far above what a step takes besides
+    assert one_copy > 3_500_000  # far more than a step takes otherwise
     assert mx.get_peak_memory() - before < one_copy
 
 
@@ -101,14 +101,14 @@ def test_the_next_step_is_queued_before_this_one_is_read(talker, tokenizer):
     cache = talker.make_cache()
     steps = generate(talker, tokenizer, PROMPT, max_tokens=3, cache=cache)
     offsets = [cache[0].offset for _ in steps]
-    assert offsets == [7, 8, 8]  # one ahead, until nothing follows
+    assert offsets == [7, 8, 8]  # one position ahead until the last token
 
 
 def test_goes_on_from_a_cache(model, tokenizer):
     whole = tokens(model, tokenizer, max_tokens=12)
     cache = model.make_cache()
     first = tokens(model, tokenizer, max_tokens=5, cache=cache)
-    assert cache[0].offset == len(PROMPT) + 4  # the last token was not fed
+    assert cache[0].offset == len(PROMPT) + 4  # the last token is not in the cache
     assert first + tokens(model, tokenizer, first[-1:], max_tokens=7, cache=cache) == whole
 
 
@@ -152,7 +152,7 @@ def test_the_context_ends_the_answer(tokenizer):
 @pytest.mark.parametrize("stop", [(), ("\x00", "never there", "🙂🙂")])
 def test_streamed_text_equals_the_decode_of_all_ids(talker, tokenizer, text, stop):
     ids = tokenizer.encode(text)
-    for end in range(1, len(ids) + 1):  # cut everywhere, in the middle of characters too
+    for end in range(1, len(ids) + 1):  # every length, also in the middle of characters
         talker.replies = [ids[:end]]
         steps = list(generate(talker, tokenizer, PROMPT, max_tokens=end, stop=stop))
         assert [s.token for s in steps] == ids[:end]
@@ -214,10 +214,10 @@ def test_options_reach_the_sampler(model, tokenizer):
     assert tokens(model, tokenizer, max_tokens=8, logit_bias={best: float("-inf")}).count(best) == 0
     talked = tokens(model, tokenizer, max_tokens=12, presence_penalty=1e6)
     assert len(set(talked)) == len(talked)
-    # The repetition penalty looks at what is in the cache too.
+    # The repetition penalty applies to the ids in the cache too.
     cache = model.make_cache()
     model(mx.array([PROMPT[:-1]]), 0, cache)
-    # Strengthened so, what the prompt said comes again and again.
+    # A penalty below 1 makes the prompt's tokens repeat.
     rest = {"max_tokens": 4, "repetition_penalty": 1e-3}
     expected = tokens(model, tokenizer, **rest)
     assert set(expected) <= set(PROMPT)
@@ -239,7 +239,7 @@ def test_nan_names_the_layer_and_is_no_token(tmp_path, tokenizer, layer, branch)
     model = tiny_model(tmp_path)
     module = getattr(model.layers[layer], branch)
     matrix = module.wo if branch == "attention" else module.w2
-    matrix.weight = mx.full(matrix.weight.shape, 3e38)  # overflows when it is used
+    matrix.weight = mx.full(matrix.weight.shape, 3e38)  # overflows in the product
     with pytest.raises(UserError, match=f"NaN, first in layers.{layer}.{branch}"):
         tokens(model, tokenizer, max_tokens=3)
 

@@ -1,4 +1,4 @@
-"""When drafting is on, by a clock that the test turns."""
+"""When drafting is on, measured with a clock that the test sets."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from mlx_llama3.generation.speculative.draft_switch import DraftSwitch
 
 
 class Clock:
-    """Says what it is set to."""
+    """A clock that the test sets."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -16,7 +16,7 @@ class Clock:
 
 
 class Run:
-    """A run in which passes take known times."""
+    """A generation whose passes take known times."""
 
     def __init__(self, plain: float = 1.0) -> None:
         self.clock = Clock()
@@ -26,7 +26,7 @@ class Run:
 
     def begin(self) -> None:
         self.switch.begin()
-        self.switch.measure(1, drafted=False)  # from the prompt; nobody knows when it began
+        self.switch.measure(1, drafted=False)  # the prompt's pass, whose start is unknown
 
     def plain(self, count: int = 1) -> None:
         for _ in range(count):
@@ -39,7 +39,7 @@ class Run:
             self.switch.measure(tokens, drafted=True)
 
     def pause(self) -> int:
-        """Plain tokens until drafting is on."""
+        """Count undrafted tokens until drafting is on."""
         count = 0
         while not self.switch.on:
             self.plain()
@@ -50,11 +50,11 @@ class Run:
 def ready() -> Run:
     run = Run()
     run.plain(DraftSwitch.FIRST)
-    run.drafted(1, 50.0)  # the draft model reads the prompt: not counted
+    run.drafted(1, 50.0)  # the draft model's prefill is not counted
     return run
 
 
-def test_a_run_begins_without_drafts_to_know_their_absence():
+def test_a_run_begins_with_undrafted_tokens_to_time_them():
     run = Run()
     assert run.pause() == DraftSwitch.FIRST
 
@@ -65,12 +65,12 @@ def test_a_run_begins_without_drafts_to_know_their_absence():
 def test_it_is_on_while_drafted_passes_give_more_tokens_a_second(tokens, seconds, pays):
     run = ready()
     run.drafted(tokens, seconds, DraftSwitch.WINDOW - 1)
-    assert run.switch.on  # too few to tell
+    assert run.switch.on  # too few passes to decide
     run.drafted(tokens, seconds)
     assert run.switch.on is pays
 
 
-def test_what_counts_is_the_mean_of_tokens_and_the_median_of_times():
+def test_the_rule_uses_the_mean_of_tokens_and_the_median_of_times():
     run = ready()
     for tokens in (5, 1) * (DraftSwitch.WINDOW // 2):
         run.drafted(tokens, 2.5)
@@ -94,7 +94,7 @@ def test_the_pause_doubles_while_it_does_not_pay_and_starts_anew_once_it_did():
     assert run.pause() == 32
 
 
-def test_it_notices_when_drafts_become_worse_and_when_plain_passes_become_slow():
+def test_it_notices_worse_drafts_and_slower_undrafted_passes():
     run = ready()
     run.drafted(4, 2.0, 100)
     run.drafted(1, 2.0, DraftSwitch.WINDOW - 2)
@@ -105,7 +105,7 @@ def test_it_notices_when_drafts_become_worse_and_when_plain_passes_become_slow()
     assert run.switch.on
 
 
-def test_the_time_between_two_answers_is_no_pass_and_what_was_learned_stays():
+def test_the_time_between_two_answers_is_not_measured_and_earlier_times_stay():
     run = ready()
     run.drafted(3, 2.9, DraftSwitch.WINDOW)
     run.clock.now += 1e6

@@ -1,4 +1,4 @@
-"""The two drafters: what they guess, and that a draft model's cache follows the stream."""
+"""The two drafters: what they propose, and that a draft model's cache follows the stream."""
 
 import pytest
 from tiny_models import tiny_model
@@ -24,12 +24,12 @@ def looked_up(ids: list[int], count: int = 4) -> list[int]:
     [
         ([], []),
         ([7], []),
-        ([7, 7], []),  # a pair is needed
+        ([7, 7], []),  # a match needs two tokens
         ([7, 7, 7], [7, 7, 7, 7]),
         ([1, 2, 3, 4, 5, 6, 9, 2, 3], [4, 5, 6, 9]),
         ([1, 2, 3, 4, 9, 1, 2, 3, 5, 8, 9, 1, 2, 3], [5, 8, 9, 1]),  # 9 1 2 3 before 1 2 3
         ([0, 2, 3, 4, 8, 2, 3, 6, 7, 2, 3], [6, 7, 2, 3]),  # equally long: the later one
-        ([1, 2, 3, 1, 2], [3, 1, 2, 3]),  # round and round
+        ([1, 2, 3, 1, 2], [3, 1, 2, 3]),  # the continuation repeats
         ([1, 2, 3, 2, 1], []),
     ],
 )
@@ -56,7 +56,7 @@ def test_lookup_follows_the_stream_and_forgets_the_last_answer():
 
 def test_lookup_looks_at_a_bounded_number_of_places():
     ids = [5, 6, 7, 8, 1] + [6, 7, 2] * 100 + [5, 6, 7]
-    assert looked_up(ids, 1) == [2]  # 5 6 7 8 is too far back behind a hundred others
+    assert looked_up(ids, 1) == [2]  # 5 6 7 8 lies behind a hundred later occurrences
 
 
 @pytest.fixture(scope="module")
@@ -84,19 +84,19 @@ def test_a_model_guesses_its_own_continuation_whatever_was_right_before(model):
         came = [*guess[:accepted], last]
         drafter.advance(came, accepted)
         ids += came
-        if count == 3:  # and some that came without a guess
+        if count == 3:  # some undrafted tokens
             drafter.advance([12], 0)
             drafter.advance([13], 0)
             ids += [12, 13]
     assert drafter.propose(2, greedy()).tolist() == continued(model, ids, 2)
 
 
-def test_the_next_answer_feeds_only_what_is_new():
+def test_the_next_answer_prefills_only_new_tokens():
     watched = WatchedModel()
     drafter = ModelDrafter(watched, VOCAB)
     drafter.begin(PROMPT)
     guess = drafter.propose(3, greedy()).tolist()
-    drafter.advance([guess[0], 99], 1)  # the second guess was wrong, the third was never fed
+    drafter.advance([guess[0], 99], 1)  # the second drafted token was rejected, the third is not in the cache
     fed: list[int] = []
     residual = watched.residual
     watched.residual = lambda tokens, *rest: fed.extend(tokens[0].tolist()) or residual(tokens, *rest)
@@ -111,14 +111,14 @@ def test_the_next_answer_feeds_only_what_is_new():
 def test_an_answer_that_ended_in_the_middle_of_a_draft(model):
     drafter = ModelDrafter(model, VOCAB)
     drafter.begin(PROMPT)
-    guess = drafter.propose(4, greedy()).tolist()  # never told whether it was right
+    guess = drafter.propose(4, greedy()).tolist()  # `advance` is not called for this draft
     wrong = [*PROMPT, (guess[0] + 1) % VOCAB, 7]
     drafter.begin(wrong)
     assert drafter.propose(3, greedy()).tolist() == continued(model, wrong, 3)
 
 
 def test_it_draws_with_the_noise_and_the_penalties_of_the_large_model(model):
-    """The same model drafts what it will say: as certain as noise and penalties are the same."""
+    """With the same random keys and penalties, a model drafts exactly the tokens that it generates."""
     options = Sampling(1.3, top_k=40, repetition_penalty=1.4, frequency_penalty=0.5, seed=4)
     drafter = ModelDrafter(model, VOCAB)
     drafter.begin(PROMPT)
@@ -136,14 +136,14 @@ def test_vocabularies_may_differ_by_padding(model, vocab):
     bias = dict.fromkeys((299, min(vocab, VOCAB) - 1), 50.0)
     sampler = Sampler(Sampling(1.0, seed=1, logit_bias=bias), vocab)
     assert set(drafter.propose(8, sampler).tolist()) <= set(bias)
-    drafter.advance([vocab - 1], 0)  # past the draft's own table, where the large model's is longer
+    drafter.advance([vocab - 1], 0)  # an id past the draft model's vocabulary, where the large model's is longer
     assert max(drafter.propose(4, Sampler(Sampling(), vocab)).tolist()) < min(vocab, VOCAB)
 
 
 def test_the_drafts_end_where_the_draft_models_context_ends():
     drafter = ModelDrafter(WatchedModel(max_seq_len=10), VOCAB)
     drafter.begin(PROMPT)
-    assert drafter.propose(8, greedy()).size == 4  # seven ids and three guesses are fed
+    assert drafter.propose(8, greedy()).size == 4  # seven ids and three drafted tokens are in the cache
     drafter.advance([1, 2, 3], 0)
     assert drafter.ready() and drafter.propose(8, greedy()).size == 1
     drafter.advance([4], 0)
@@ -153,10 +153,10 @@ def test_the_drafts_end_where_the_draft_models_context_ends():
 
 
 def test_a_prompt_is_read_in_chunks_and_can_be_stopped_between_them(model):
-    told = []
+    chunks = []
     drafter = ModelDrafter(model, VOCAB)
-    drafter.begin(PROMPT * 4, chunk=10, on_chunk=lambda: told.append(1))
-    assert len(told) == 3  # 27 of 28: the last is fed with the first guess
+    drafter.begin(PROMPT * 4, chunk=10, on_chunk=lambda: chunks.append(1))
+    assert len(chunks) == 3  # 27 of 28 ids: the last one runs with the first drafted token
 
     def stop() -> None:
         raise KeyboardInterrupt

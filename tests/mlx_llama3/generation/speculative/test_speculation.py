@@ -1,4 +1,4 @@
-"""With drafts the same comes out as without: tokens, probabilities, norms, ends; and the cache is what it would be."""
+"""Speculative decoding gives the same tokens, probabilities, norms, finish reasons and cache as plain decoding."""
 
 from collections.abc import Callable
 
@@ -38,11 +38,11 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def near(model, tmp_path_factory):
-    """A model that often says what `model` says: the same with noise in its head."""
-    twin = tiny_model(tmp_path_factory.mktemp("near"))
-    weight = twin.output.weight
-    twin.output.weight = weight + 0.03 * mx.random.normal(weight.shape, key=mx.random.key(9))
-    return twin
+    """A model that often predicts the same tokens as `model`: a copy with noise in its head."""
+    copy = tiny_model(tmp_path_factory.mktemp("near"))
+    weight = copy.output.weight
+    copy.output.weight = weight + 0.03 * mx.random.normal(weight.shape, key=mx.random.key(9))
+    return copy
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_every_token_is_the_same_and_so_with_a_seed(model, tokenizer, drafts, na
     expected = tokens(model, tokenizer, max_tokens=250, **options)
     draft = Speculation(drafts[name], tokens=4)
     assert tokens(model, tokenizer, draft, max_tokens=250, **options) == expected
-    assert draft.accepted + draft.passes + draft.plain == 250
+    assert draft.accepted + draft.drafted_passes + draft.undrafted_tokens == 250
     if name == "same":
         assert draft.acceptance == 1 and draft.proposed > 190
     if name == "near":
@@ -87,7 +87,7 @@ def test_any_length_of_draft_and_answer(model, tokenizer, drafts, most, count):
 
 
 def test_the_demo_model_says_the_same(demo_folder, tokenizer):
-    """A text with repetitions, greedy and drawn; the switch is at work too."""
+    """A text with repetitions, greedy and sampled, with the draft switch."""
     from mlx_llama3.checkpoint.loading import load_model
 
     demo = load_model(demo_folder)
@@ -97,11 +97,11 @@ def test_the_demo_model_says_the_same(demo_folder, tokenizer):
         expected = [step.token for step in generate(demo, tokenizer, ids, max_tokens=40, **options)]
         draft = Speculation(NgramDrafter, tokens=8, switch=DraftSwitch)
         assert [s.token for s in generate(demo, tokenizer, ids, max_tokens=40, draft=draft, **options)] == expected
-        assert draft.accepted > 0 and draft.passes + draft.plain < 40
+        assert draft.accepted > 0 and draft.drafted_passes + draft.undrafted_tokens < 40
 
 
 def critical(freedom: int, z: float = 3.72) -> float:
-    """The chi-square value that is passed with probability 1e-4 (Wilson and Hilferty 1931)."""
+    """The chi-square value that is exceeded with probability 1e-4 (Wilson and Hilferty 1931)."""
     return freedom * (1 - 2 / (9 * freedom) + z * (2 / (9 * freedom)) ** 0.5) ** 3
 
 
@@ -110,7 +110,7 @@ def critical(freedom: int, z: float = 3.72) -> float:
     "sampling", [Sampling(1.0, seed=1), Sampling(0.7, top_k=5, top_p=0.9, seed=2), Sampling(1.5, min_p=0.1, seed=3)]
 )
 def test_drawn_tokens_have_the_models_distribution(name, sampling):
-    """3,000 tokens of a model that is a table: after every token, chi-square against float64, at 1e-4 in all."""
+    """3,000 tokens of a bigram table: chi-square over all transitions against float64, at the 1e-4 level."""
     vocab, count = 7, 3000
     table = np.random.default_rng(0).normal(0, 1.5, (vocab, vocab)).astype(np.float32)
     noise = np.random.default_rng(1).normal(0, 0.4 if name == "near" else 3.0, table.shape).astype(np.float32)
@@ -132,11 +132,11 @@ def test_drawn_tokens_have_the_models_distribution(name, sampling):
         chi_square += ((seen[live] - expected[live]) ** 2 / expected[live]).sum()
         freedom += max(0, live.sum() - 1)
     assert freedom > 10 and chi_square < critical(freedom)
-    assert 0.1 < draft.acceptance < 0.95  # both what was kept and what was not
+    assert 0.1 < draft.acceptance < 0.95  # both accepted and rejected tokens
 
 
 def kept_probabilities(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
-    """What is drawn from, as loops over the tokens from the best down."""
+    """The filtered distribution, computed from the best token down."""
     order = np.argsort(-logits)[: sampling.top_k or None]
     share = np.exp(logits[order] - logits[order[0]])
     before = np.cumsum(share / share.sum()) - share / share.sum()
@@ -146,8 +146,8 @@ def kept_probabilities(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
     return weights / weights.sum()
 
 
-def test_a_guess_that_is_certain_is_kept_as_often_as_the_model_says_it():
-    """As with the rejection rule of the papers: min(1, p / 1) of the guesses."""
+def test_a_deterministic_draft_is_accepted_with_the_models_probability():
+    """The rejection rule of the papers also accepts min(1, p / 1) of the drafts."""
     table = mx.array(np.log([[0.5, 0.3, 0.2], [0.1, 0.8, 0.1], [0.3, 0.3, 0.4]]).astype(np.float32))
 
     after = []
@@ -167,11 +167,11 @@ def test_a_guess_that_is_certain_is_kept_as_often_as_the_model_says_it():
     choices = draft.decode(model, logits, cache, Sampler(Sampling(1.0, seed=5), 3), count=4000)
     assert sum(1 for _ in choices) == 4000
     share = np.mean([(0.3, 0.8, 0.3)[token] for token in after])
-    # Three standard errors of so many trials.
+    # Within three standard errors.
     assert draft.proposed > 2000 and draft.acceptance == pytest.approx(share, abs=3 * (0.25 / draft.proposed) ** 0.5)
 
 
-def test_logprobs_are_those_of_every_kept_position(model, tokenizer, drafts):
+def test_logprobs_are_those_of_every_accepted_position(model, tokenizer, drafts):
     options = {"max_tokens": 60, "logprobs": 3, "temperature": 1.0, "seed": 1}
     expected = steps(model, tokenizer, **options)
     for make in drafts.values():
@@ -182,7 +182,7 @@ def test_logprobs_are_those_of_every_kept_position(model, tokenizer, drafts):
             assert [p for _, p in got.top_logprobs] == pytest.approx([p for _, p in want.top_logprobs], abs=1e-4)
 
 
-def test_norms_are_those_of_every_kept_position(model, tokenizer, drafts):
+def test_norms_are_those_of_every_accepted_position(model, tokenizer, drafts):
     expected = steps(model, tokenizer, max_tokens=60, trace=True)
     for make in drafts.values():
         for got, want in zip(
@@ -193,25 +193,25 @@ def test_norms_are_those_of_every_kept_position(model, tokenizer, drafts):
 
 
 @pytest.mark.parametrize("name", ["ngram", "near"])
-@pytest.mark.parametrize("ahead", range(1, 30, 4))
-def test_wherever_it_is_left_the_cache_holds_what_was_handed_out(model, tokenizer, drafts, name, ahead):
+@pytest.mark.parametrize("count", range(1, 30, 4))
+def test_wherever_a_stream_is_closed_the_cache_holds_the_yielded_tokens(model, tokenizer, drafts, name, count):
     expected = tokens(model, tokenizer, max_tokens=40)
     cache, draft = model.make_cache(), Speculation(drafts[name], tokens=5)
     stream = generate(model, tokenizer, PROMPT, max_tokens=40, cache=cache, draft=draft)
-    said = [next(stream).token for _ in range(ahead)]
+    yielded = [next(stream).token for _ in range(count)]
     stream.close()
-    held = cache[0].offset - len(PROMPT)
-    assert held in (ahead - 1, ahead) and len({entry.offset for entry in cache}) == 1
-    context = [*PROMPT, *said]
+    cached = cache[0].offset - len(PROMPT)
+    assert cached in (count - 1, count) and len({entry.offset for entry in cache}) == 1
+    context = [*PROMPT, *yielded]
     for entry in cache:
         entry.trim(entry.offset - (len(context) - 1))
-    rest = {"cache": cache, "history": context[:-1], "draft": draft, "max_tokens": 40 - ahead}
-    assert said + tokens(model, tokenizer, ids=context[-1:], **rest) == expected
+    rest = {"cache": cache, "history": context[:-1], "draft": draft, "max_tokens": 40 - count}
+    assert yielded + tokens(model, tokenizer, ids=context[-1:], **rest) == expected
 
 
 @pytest.mark.parametrize("kv_bits", [4, 8])
 def test_a_quantized_cache_sees_the_same_with_drafts(tmp_path, tokenizer, kv_bits):
-    """Blocks are packed at the same tokens: else tokens differ from some packed block on."""
+    """Blocks are quantized at the same positions; otherwise tokens would differ from some block on."""
     args = tiny_args(head_dim=64)
     model, settings = load_model(write_folder(tmp_path, args, random_weights(args))), CacheSettings(kv_bits=kv_bits)
 
@@ -228,21 +228,21 @@ def test_a_quantized_cache_sees_the_same_with_drafts(tmp_path, tokenizer, kv_bit
         assert answer(draft, drafts_cache) == expected
         assert draft.accepted > 150
         for one, other in zip(cache, drafts_cache, strict=True):
-            found = [each[:, :, :400] for each in other.fetch()]
-            for a, b in zip(one.fetch(), found, strict=True):
-                # All but groups whose scale lies between two float16 numbers, where a rounding decides; a block that is
-                # packed in one cache only would be a sixth of all.
+            other_kv = [tensor[:, :, :400] for tensor in other.fetch()]
+            for a, b in zip(one.fetch(), other_kv, strict=True):
+                # A group may differ if its scale lies between two float16 numbers, where rounding decides. A block that
+                # only one cache had quantized would be a sixth of all values.
                 assert (np.abs(np.array(a[:, :, :400]) - np.array(b)) > 1e-4).mean() < 0.05
 
 
 @pytest.mark.parametrize("name", ["ngram", "near"])
 def test_a_cache_with_a_window_is_trimmed_too(model, tokenizer, drafts, name):
-    """Past the slots that the window has, so that what is drafted in vain has written over others."""
+    """The answer is longer than the window, so rejected drafts have overwritten other slots."""
     settings, options = CacheSettings(max_kv_size=40), {"max_tokens": 400}
     expected = tokens(model, tokenizer, cache=model.make_cache(settings), **options)
     draft = Speculation(drafts[name], tokens=5)
     assert tokens(model, tokenizer, draft, cache=model.make_cache(settings), **options) == expected
-    assert draft.passes > 50 and 0 < draft.acceptance < 1
+    assert draft.drafted_passes > 50 and 0 < draft.acceptance < 1
 
 
 @pytest.fixture
@@ -286,8 +286,8 @@ def test_max_tokens_and_the_context_end_inside_a_draft(talker, tokenizer):
 
 
 @pytest.mark.parametrize("name", ["ngram", "near"])
-def test_nan_is_told(tmp_path, tokenizer, drafts, name):
-    """Of a token that is said only after a while, so that the NaN comes out of a pass over a draft."""
+def test_nan_is_an_error(tmp_path, tokenizer, drafts, name):
+    """The damaged embedding is that of a late token, so the NaN comes from a pass over a draft."""
     spoiled = tiny_model(tmp_path)
     last = tokens(spoiled, tokenizer, max_tokens=60)[-1]
     weight = spoiled.tok_embeddings.weight
@@ -296,8 +296,7 @@ def test_nan_is_told(tmp_path, tokenizer, drafts, name):
         steps(spoiled, tokenizer, Speculation(drafts[name]), max_tokens=90)
 
 
-def test_nothing_waits_between_the_tokens_where_nothing_is_drafted(talker, tokenizer):
-    """As without drafts, the next pass is queued before a token is read."""
+def test_without_a_draft_the_next_pass_is_queued_before_a_token_is_read(talker, tokenizer):
     cache = talker.make_cache()
     talker.replies = [tokenizer.encode("Nothing here was said before, ever.")]
     draft = Speculation(NgramDrafter)
@@ -306,8 +305,8 @@ def test_nothing_waits_between_the_tokens_where_nothing_is_drafted(talker, token
     assert draft.proposed == 0
 
 
-def test_where_it_does_not_pay_it_is_switched_off_and_nothing_changes(model, tokenizer, drafts):
-    """A clock by which a draft takes as long as ten tokens."""
+def test_drafting_that_does_not_pay_is_switched_off_and_the_tokens_stay(model, tokenizer, drafts):
+    """The clock makes a drafted pass take as long as ten undrafted ones."""
     now = [0.0]
     speculation: list[Speculation] = []
 
@@ -321,8 +320,8 @@ def test_where_it_does_not_pay_it_is_switched_off_and_nothing_changes(model, tok
     options = {"max_tokens": 200, "temperature": 0.8, "seed": 1}
     assert tokens(model, tokenizer, speculation[0], **options) == tokens(model, tokenizer, **options)
     (draft,) = speculation
-    assert draft.plain >= DraftSwitch.FIRST + 32 + 64
-    assert draft.passes >= 2 * DraftSwitch.WINDOW
+    assert draft.undrafted_tokens >= DraftSwitch.FIRST + 32 + 64
+    assert draft.drafted_passes >= 2 * DraftSwitch.WINDOW
 
 
 def test_a_conversation_keeps_the_draft_model_in_step(tokenizer):
@@ -344,20 +343,20 @@ def test_a_conversation_keeps_the_draft_model_in_step(tokenizer):
         drafted._settle(), plain._settle()
         assert drafted.ids == plain.ids
     assert draft.accepted > 0
-    assert max(small.prompts[-1:]) <= drafted.fed  # what both know already was not fed again
+    assert max(small.prompts[-1:]) <= drafted.fed  # the common prefix was not prefilled again
 
 
-def test_a_twin_is_for_another_stream(model, tokenizer, drafts):
+def test_a_copy_drafts_for_another_stream(model, tokenizer, drafts):
     draft = Speculation(drafts["near"], tokens=3)
-    twin = draft.copy()
+    copy = draft.copy()
     streams = [
-        generate(model, tokenizer, ids, max_tokens=20, draft=each)
-        for ids, each in ((PROMPT, draft), (PROMPT[::-1], twin))
+        generate(model, tokenizer, ids, max_tokens=20, draft=speculation)
+        for ids, speculation in ((PROMPT, draft), (PROMPT[::-1], copy))
     ]
     mixed = [[step.token for step in pair] for pair in zip(*streams, strict=True)]
     for place, ids in enumerate((PROMPT, PROMPT[::-1])):
         assert [pair[place] for pair in mixed] == [s.token for s in generate(model, tokenizer, ids, max_tokens=20)]
-    assert twin.tokens == 3
+    assert copy.tokens == 3
 
 
 def test_bad_input(model, tokenizer):

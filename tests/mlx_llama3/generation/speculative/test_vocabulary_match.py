@@ -1,4 +1,4 @@
-"""Tokenizers that mean the same by their ids, and those that do not."""
+"""Tokenizers whose ids have the same meaning, and some whose ids do not."""
 
 from dataclasses import replace
 
