@@ -107,7 +107,7 @@ def _check_hf_keys(config: Mapping[str, Any], source: str) -> None:
 
 
 def _hf_rope(config: Mapping[str, Any], source: str) -> tuple[float, RopeScaling | None]:
-    """`rope_theta` and the scaling, from `rope_parameters` (new) or `rope_scaling` (old), or both if they agree."""
+    """RoPE's base and scaling, from `rope_parameters` (new), `rope_theta` and `rope_scaling` (old), or from both."""
     groups = [(key, config[key]) for key in ("rope_scaling", "rope_parameters") if config.get(key) is not None]
     for key, group in groups:
         if not isinstance(group, Mapping):

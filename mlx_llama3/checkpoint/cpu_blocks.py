@@ -1,8 +1,8 @@
-"""The parts of a block in the form that MLX's CPU backend runs fastest; the same functions as in `model.py`.
+"""RMSNorm and feed-forward in a form that is fast on MLX's CPU backend; they compute what `model/transformer.py` does.
 
-There an operation costs microseconds to hand to a stream's thread, whatever its size, and a thread that sleeps costs
-tens to wake. A decoded token has two thousand operations: fewer of them, and fewer meetings of the threads, are a third
-of its time.
+On that backend, handing an operation to a stream's thread costs microseconds, whatever its size, and waking a sleeping
+thread costs tens of them. A decoded token has two thousand operations: fewer operations, and fewer synchronizations of
+the threads, save a third of its time.
 """
 
 from dataclasses import dataclass
@@ -23,12 +23,12 @@ from mlx_llama3.model.transformer import FeedForward, RMSNorm, Transformer
 import mlx.core as mx
 import mlx.nn as nn
 
-# Numbers for whose sake two operations more are worth it.
-_MANY = 4096
+# Array size from which silu by a power of two is faster, though it takes two more operations.
+_POWER_SIZE = 4096
 
 
 def use_cpu_blocks(model: Transformer) -> None:
-    """Put these forms in the place of a model's own where its matrices are `TiledLinear`."""
+    """Replace a model's norms, and its feed-forwards whose matrices are `TiledLinear`, by the modules of this file."""
     model.norm = SingleTokenRMSNorm(model.norm)
     for layer in model.layers:
         layer.attention_norm, layer.ffn_norm = (
@@ -36,18 +36,18 @@ def use_cpu_blocks(model: Transformer) -> None:
             SingleTokenRMSNorm(layer.ffn_norm),
         )
         module = layer.feed_forward
-        spread = all(isinstance(matrix, TiledLinear) for matrix in (*module.w13.parts, module.w2))
-        if spread and module.w2.tiles.shape[1] % TILE == 0:  # hidden units in whole tiles
+        tiled = all(isinstance(matrix, TiledLinear) for matrix in (*module.w13.parts, module.w2))
+        if tiled and module.w2.tiles.shape[1] % TILE == 0:  # hidden units in whole tiles
             layer.feed_forward = TiledFeedForward(module)
 
 
 class SingleTokenRMSNorm(RMSNorm):
-    """RMSNorm, for one position in half of the operations that `mx.fast.rms_norm` takes."""
+    """RMSNorm that, for a single position, needs half as many operations as `mx.fast.rms_norm`."""
 
-    def __init__(self, whole: RMSNorm) -> None:
+    def __init__(self, norm: RMSNorm) -> None:
         nn.Module.__init__(self)
-        self.weight, self.eps = whole.weight, whole.eps
-        self._eps = mx.array([[[whole.eps]]])
+        self.weight, self.eps = norm.weight, norm.eps
+        self._eps = mx.array([[[norm.eps]]])
         mx.eval(self._eps)
 
     def __call__(self, x: mx.array | Residual) -> mx.array:
@@ -57,18 +57,18 @@ class SingleTokenRMSNorm(RMSNorm):
         if not isinstance(x, mx.array) or x.shape[:-1] != (1, 1) or x.dtype != mx.float32:
             return super().__call__(x)
         mean_square = mx.addmm(self["_eps"], x, x.swapaxes(-1, -2), alpha=1 / x.size)  # (1, 1, 1), eps added
-        # By a product and not by two multiplications, before each of which an operation would repeat the smaller side.
+        # One matmul instead of two multiplications: MLX would broadcast the smaller operand before each of those.
         return x * (mx.rsqrt(mean_square) @ self["weight"][None, None])
 
 
 class TiledFeedForward(FeedForward):
-    """`w2(silu(w1 x) * w3 x)` with its hidden units shared out to the streams, which meet once, to add up."""
+    """`w2(silu(w1 x) * w3 x)` with its hidden units split over the CPU streams, which synchronize once, for the sum."""
 
-    def __init__(self, whole: FeedForward) -> None:
+    def __init__(self, feed_forward: FeedForward) -> None:
         nn.Module.__init__(self)
         self.fused = False
-        self.w13, self.w2 = whole.w13, whole.w2
-        self._hidden: _Hidden | None = None
+        self.w13, self.w2 = feed_forward.w13, feed_forward.w2
+        self._split: _SplitHidden | None = None
 
     def __call__(self, x: mx.array) -> mx.array:
         """`(..., dim)` -> `(..., dim)`."""
@@ -84,35 +84,38 @@ class TiledFeedForward(FeedForward):
         return y.reshape(shape)
 
     def _parts(self) -> tuple[tuple[mx.array, mx.array, mx.array], ...]:
-        """Each stream's hidden units; made again when another weight was put in their place."""
+        """The tiles of each stream's hidden units; split again after a weight was replaced."""
         tiles = [matrix["tiles"] for matrix in (*self["w13"]["parts"], self["w2"])]
-        if self._hidden is None or not all(map(is_, tiles, self._hidden.of)):
-            self._hidden = _Hidden.shared_out(tiles)
-        return self._hidden.parts
+        if self._split is None or not all(map(is_, tiles, self._split.tiles)):
+            self._split = _SplitHidden.split(tiles)
+        return self._split.parts
 
 
 @dataclass(frozen=True)
-class _Hidden:
-    """Each stream's part of the hidden units: of the tiles of w1 and w3, and of each tile of w2; views `of` these."""
+class _SplitHidden:
+    """The tiles of w1, w3 and w2, with the hidden units split over the CPU streams.
 
-    of: list[mx.array]
+    parts: for each stream, its tiles of w1 and w3, and its columns of each tile of w2; all are views of `tiles`.
+    """
+
+    tiles: list[mx.array]
     parts: tuple[tuple[mx.array, mx.array, mx.array], ...]
 
     @classmethod
-    def shared_out(cls, tiles: list[mx.array]) -> "_Hidden":
+    def split(cls, tiles: list[mx.array]) -> "_SplitHidden":
         *w13, w2 = tiles
         w1, w3 = w13 if len(w13) == 2 else mx.split(w13[0], 2)
         parts = tuple((w1[a:b], w3[a:b], w2[:, a * TILE : b * TILE]) for a, b in split_ranges(w1.shape[0]))
-        mx.eval(parts)  # what is not evaluated could be used in this thread only
+        mx.eval(parts)  # a lazy array belongs to this thread's stream; an evaluated one can be used in any thread
         return cls(tiles, parts)
 
 
 def _update(x: mx.array, w1: mx.array, w3: mx.array, w2: mx.array) -> mx.array:
-    """What one stream's hidden units add: `(1, count, dim)` -> `(n, count, 64)`, for `untiled`."""
+    """The output of one stream's hidden units: `(1, count, dim)` -> `(tiles of w2, count, 64)`, for `untiled`."""
     hidden = _silu(tiled_matmul(x, w1)) * tiled_matmul(x, w3)  # (units / 64, count, 64)
     return tiled_matmul(untiled(hidden), w2)
 
 
 def _silu(gate: mx.array) -> mx.array:
-    """`gate * sigmoid(gate)`. Of many numbers by a power of two, which is sooner done."""
-    return gate * mx.sigmoid(gate) if gate.size < _MANY else gate / (1 + mx.power(2.0, gate * -LOG2_E))
+    """`gate * sigmoid(gate)`; for large arrays by a power of two, which is faster."""
+    return gate * mx.sigmoid(gate) if gate.size < _POWER_SIZE else gate / (1 + mx.power(2.0, gate * -LOG2_E))

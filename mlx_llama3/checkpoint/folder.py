@@ -1,6 +1,6 @@
-"""Reading a model folder: Hugging Face names and layout, 16 or 32 bit or quantized as MLX and mlx-lm write it.
+"""Reads a model folder: Hugging Face names and layout; 16 or 32 bits, or quantized as MLX and mlx-lm write it.
 
-Every `mlx-community` Llama 3 folder is one, and so is what `mlx-llama3 convert` writes.
+A model folder is any `mlx-community` Llama 3 repository, or what `mlx-llama3 convert` writes.
 """
 
 from pathlib import Path
@@ -16,15 +16,15 @@ import mlx.core as mx
 
 
 class CheckpointError(UserError):
-    """A model folder that cannot be loaded: names the file or tensor, what was expected and the way out."""
+    """A model folder cannot be loaded. The message names the file or tensor, what was expected, and what to do."""
 
 
 class Checkpoint:
-    """What a model folder holds: `args`, and `weights` by Hugging Face name, not yet read but for their headers.
+    """The contents of a model folder: `args`, and `weights` by Hugging Face name, lazy (only headers are read).
 
     Raises:
-        UserError: the folder is no model folder; a tensor is missing, unknown or not of the shape that config.json
-            means.
+        UserError: the folder is no model folder; a tensor is missing, unknown, or not of the shape that config.json
+            implies.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -38,14 +38,14 @@ class Checkpoint:
         self._check_shapes()
 
     def quantization(self, module: str) -> Quantization | None:
-        """How the matrix of a module (its Hugging Face name, without `.weight`) is stored; None if dense."""
+        """The quantization of a module's matrix (Hugging Face name, without `.weight`); None if it is dense."""
         if f"{module}.scales" not in self.weights:
             return None
         return module_quantization(self._quantization, module, str(self.folder / "config.json"))
 
     @property
     def dtype(self) -> mx.Dtype:
-        """The floating type of most tensors: of the scales in a quantized folder, of the weights in a dense one."""
+        """The most common floating-point dtype: the scales' in a quantized folder, the weights' in a dense one."""
         types = [w.dtype for w in self.weights.values() if _is_floating(w)]
         return max(set(types), key=types.count)
 
@@ -55,16 +55,16 @@ class Checkpoint:
         return sum(w.nbytes for w in self.weights.values())
 
     def nbytes_as(self, dtype: mx.Dtype) -> int:
-        """Bytes of all weights with `dtype` for all that is floating; what is packed stays packed."""
+        """Bytes of all weights with the floating-point ones in `dtype`, and the packed ones as they are."""
         return sum(w.size * (dtype if _is_floating(w) else w.dtype).size for w in self.weights.values())
 
     @property
     def n_weights(self) -> int:
-        """Numbers in all weights, quantized ones unpacked."""
+        """The number of weights, quantized ones counted unpacked."""
         return count_weights(self.args)
 
     def check_finite(self) -> None:
-        """Raise CheckpointError naming the first tensor with NaN or infinity; a sum finds them in one read."""
+        """Raise CheckpointError for the first tensor with NaN or infinity, which a sum detects in one read."""
         floats = {name: w for name, w in self.weights.items() if _is_floating(w)}
         # float16 sums overflow, and on the CPU 16-bit reductions are slow.
         sums = [mx.sum(w.astype(mx.float32)) for w in floats.values()]
@@ -73,13 +73,13 @@ class Checkpoint:
             if not ok:
                 raise not_finite(self.folder, name)
 
-    def take(self, key: str) -> mx.array:
-        """A tensor, which is then no longer kept here."""
+    def pop(self, key: str) -> mx.array:
+        """Remove a tensor from `weights` and return it."""
         return self.weights.pop(key)
 
     def _check_shapes(self) -> None:
         unknown = set(self.weights)
-        if self.args.n_layers > len(unknown):  # before a list of all of them is made, which may not end
+        if self.args.n_layers > len(unknown):  # before the list of all expected tensors, which may be endless, is built
             raise CheckpointError(
                 f"{self.folder}: config.json means {self.args.n_layers} layers, the files hold {len(unknown)} tensors"
             )
@@ -101,7 +101,7 @@ class Checkpoint:
         tensor = self.weights[key]
         if tensor.shape != shape:
             raise CheckpointError(f"{self.folder}: tensor {key} has shape {tensor.shape}, config.json means {shape}")
-        # Integers in the place of numbers, and float8, which MLX reads as bytes, would load and mean nothing.
+        # Integers instead of floats, or float8, which MLX reads as bytes, would load, but their values would be wrong.
         if packed == _is_floating(tensor):
             kind = str(tensor.dtype).removeprefix("mlx.core.")
             expected = "packed integers" if packed else "float16, bfloat16 or float32"
@@ -118,7 +118,7 @@ def _is_floating(tensor: mx.array) -> bool:
 
 
 def _stored_shapes(name: str, shape: tuple[int, ...], quantization: Quantization | None) -> dict[str, tuple[int, ...]]:
-    """A dense tensor is one; a quantized one is packed words, scales and (affine) biases."""
+    """Name -> shape of a tensor's stored arrays: itself if dense; packed words, scales and affine biases if not."""
     if quantization is None:
         return {name: shape}
     module = name.removesuffix(".weight")
@@ -131,7 +131,7 @@ def _stored_shapes(name: str, shape: tuple[int, ...], quantization: Quantization
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """`config.json` of a model folder; raises CheckpointError that says what the folder is instead, if it has none."""
+    """The `config.json` of a model folder. Raises CheckpointError if it has none, and says how to get one."""
     if not folder.is_dir():
         kind = "a file, not a folder" if folder.exists() else "no such folder"
         hint = f"; convert it first: mlx-llama3 convert {folder} TARGET" if folder.suffix == ".gguf" else ""
@@ -148,7 +148,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 
 def _read_weights(folder: Path) -> dict[str, mx.array]:
-    """All tensors, lazily: nothing but headers is read yet. Other sets of weights in the folder are left alone."""
+    """All tensors, lazy: only headers are read. Other sets of weights in the folder are ignored."""
     weights: dict[str, mx.array] = {}
     for path in weight_files(folder):
         try:
@@ -164,7 +164,7 @@ def _read_weights(folder: Path) -> dict[str, mx.array]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files of a model folder that hold its weights; `CheckpointError` if there are none, or one is missing."""
+    """The weight files of a model folder. Raises `CheckpointError` if there are none, or if one is missing."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
         return indexed_files(index)

@@ -22,19 +22,19 @@ log = logging.getLogger(__name__)
 
 
 class ModelShard(Protocol):
-    """The part of a model that one of several ranks holds (`parallel.tensor`, `parallel.pipeline`)."""
+    """One rank's part of a model that is split over several ranks (`parallel.tensor`, `parallel.pipeline`)."""
 
-    has_ends: bool  # the embedding, the final norm and the head
+    has_ends: bool  # whether this rank has the embedding, the final norm and the head
     first_layer: int
 
     def checkpoint(self, folder: str | Path) -> Checkpoint:
-        """The tensors of this part."""
+        """The tensors of this shard."""
 
     def model(self, args: ModelArgs) -> Transformer:
-        """An empty model for them."""
+        """An empty model for these tensors."""
 
     def connect(self, model: Transformer) -> None:
-        """What the model needs to run with the other ranks, once its tensors are in place."""
+        """Add what the model needs to run with the other ranks, after its tensors are in place."""
 
 
 def load_model(folder: str | Path, *, dtype: mx.Dtype | None = None, part: ModelShard | None = None) -> Transformer:
@@ -42,13 +42,14 @@ def load_model(folder: str | Path, *, dtype: mx.Dtype | None = None, part: Model
 
     Args:
         folder: holds `config.json` and `model*.safetensors` with Hugging Face names.
-        dtype: of activations and dense weights. None takes the stored one on the GPU, and float32 on the CPU, whose
-            16-bit arithmetic is slow. On the CPU quantized weights are expanded to `dtype` where memory allows: a dense
+        dtype: of activations and dense weights. None means the stored dtype on the GPU, and float32 on the CPU, whose
+            16-bit arithmetic is slow. The CPU also dequantizes quantized weights to `dtype` if memory allows: a dense
             product is ten times as fast there.
-        part: load only this part of the model; None for all of it.
+        part: load only this shard of the model; None for the whole model.
 
     Raises:
-        UserError: the folder is no model folder, a tensor does not fit or holds NaN, or memory does not suffice.
+        UserError: the folder is no model folder; a tensor has a wrong name, shape or dtype, or holds NaN; or memory
+            does not suffice.
     """
     checkpoint = Checkpoint(folder) if part is None else part.checkpoint(folder)
     on_cpu = mx.default_device() == mx.cpu
@@ -102,32 +103,32 @@ class _Assembly:
             block.ffn_norm.weight = self._vector(f"layers.{i}.ffn_norm")
             block.feed_forward.w13 = PackedLinear([self._matrix(f"{feed_forward}.{w}") for w in ("w1", "w3")])
             block.feed_forward.w2 = self._matrix(f"{feed_forward}.w2")
-            mx.eval(block.parameters())  # what a layer was packed from is freed before the next
+            mx.eval(block.parameters())  # frees the tensors that this layer was packed from
         return model
 
-    def _take(self, key: str) -> mx.array:
-        """A tensor in the activation dtype: other scales would make products silently float32, which costs speed."""
-        tensor = self._checkpoint.take(key)  # taken out, so that a packed matrix does not live twice
+    def _tensor(self, key: str) -> mx.array:
+        """A tensor in the activation dtype: scales of another dtype would silently make products float32, and slow."""
+        tensor = self._checkpoint.pop(key)  # removed there, so that a packed matrix is not in memory twice
         return tensor.astype(self._dtype) if mx.issubdtype(tensor.dtype, mx.floating) else tensor
 
     def _vector(self, official: str) -> mx.array:
-        return self._take(official_to_hf(f"{official}.weight"))
+        return self._tensor(official_to_hf(f"{official}.weight"))
 
     def _matrix(self, official: str, *, embedding: bool = False) -> nn.Module:
-        """The module of one matrix, dense or quantized; `(rows, columns)` as the file's shape says."""
+        """The module of one matrix, dense or quantized, by Meta's name."""
         name = official_to_hf(f"{official}.weight")
         hf = name.removesuffix(".weight")
         quantization = self._checkpoint.quantization(hf)
-        weight = self._take(name)
+        weight = self._tensor(name)
         if quantization is None:
             return _dense(weight, embedding)
-        scales = self._take(f"{hf}.scales")
-        biases = self._take(f"{hf}.biases") if quantization.mode == "affine" else None
+        scales = self._tensor(f"{hf}.scales")
+        biases = self._tensor(f"{hf}.biases") if quantization.mode == "affine" else None
         return _quantized(weight, scales, biases, quantization, embedding)
 
 
-# MLX's layers make random weights of the size they are asked for; a size of one group costs nothing, and the real
-# tensors take their place.
+# MLX's layers allocate random weights of the requested size. The size requested here is 1 or one group, which is cheap;
+# then the real tensors replace them.
 
 
 def _dense(weight: mx.array, embedding: bool) -> nn.Module:

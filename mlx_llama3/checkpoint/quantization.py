@@ -1,4 +1,4 @@
-"""How the matrices of a model folder are packed: the `quantization` object of its `config.json`."""
+"""The quantization of the matrices of a model folder: the `quantization` object of its `config.json`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,8 +6,8 @@ from typing import Any
 
 from mlx_llama3.model.config import ConfigError
 
-# What MLX packs: mode -> bits, group sizes.
-_PACKINGS = {
+# MLX's quantization formats: mode -> bits, group sizes.
+_FORMATS = {
     "affine": ((1, 2, 3, 4, 5, 6, 8), (32, 64, 128)),
     "mxfp4": ((4,), (32,)),
     "mxfp8": ((8,), (32,)),
@@ -17,7 +17,7 @@ _PACKINGS = {
 
 @dataclass(frozen=True)
 class Quantization:
-    """How one matrix is stored: `mode` affine, mxfp4, ...; `bits` a weight; `group_size` weights share a scale."""
+    """A matrix's quantization: `mode` (affine, mxfp4, ...), `bits` per weight, `group_size` weights per scale."""
 
     bits: int
     group_size: int
@@ -28,7 +28,7 @@ def quantization_settings(config: Mapping[str, Any], source: str) -> Mapping[str
     """The `quantization` object: defaults, and overrides by module name. Empty for a dense model.
 
     source: the file, for errors.
-    Raises `ConfigError` for a model that another program than MLX has quantized.
+    Raises `ConfigError` for a model that was quantized by another program than MLX.
     """
     ours, foreign = config.get("quantization"), config.get("quantization_config")
     if ours and not isinstance(ours, Mapping):
@@ -40,21 +40,21 @@ def quantization_settings(config: Mapping[str, Any], source: str) -> Mapping[str
 
 
 def module_quantization(settings: Mapping[str, Any], module: str, source: str) -> Quantization:
-    """How the matrix of `module` (its Hugging Face name, without `.weight`) is packed.
+    """The quantization of the matrix of `module` (its Hugging Face name, without `.weight`).
 
     settings: from `quantization_settings`. source: the file, for errors.
-    Raises `ConfigError` for a packing that MLX does not have.
+    Raises `ConfigError` for a format that MLX does not have.
     """
     own = settings.get(module)
     merged = {**settings, **own} if isinstance(own, Mapping) else settings
     bits, group_size, mode = merged.get("bits"), merged.get("group_size"), merged.get("mode", "affine")
     if bits is None or group_size is None:
         raise ConfigError(f"{source}: quantization: no bits and group_size for {module}, which has scales")
-    known_bits, known_sizes = _PACKINGS.get(str(mode), ((), ()))
+    known_bits, known_sizes = _FORMATS.get(str(mode), ((), ()))
     is_known = bits in known_bits and group_size in known_sizes and type(bits) is type(group_size) is int
     if not is_known:
         raise ConfigError(
-            f"{source}: quantization: MLX has no mode {mode!r} with {bits!r} bits and groups of {group_size!r}, as "
-            f"{module} is said to have; download or convert the model again"
+            f"{source}: quantization of {module}: MLX has no mode {mode!r} with {bits!r} bits and groups of "
+            f"{group_size!r}; download or convert the model again"
         )
     return Quantization(bits, group_size, mode)

@@ -1,8 +1,8 @@
-"""One table of tensor names in the three naming schemes: Meta's (inside), Hugging Face's (on disk), GGUF's."""
+"""The tensor names in three schemes: Meta's (in the code), Hugging Face's (on disk) and GGUF's."""
 
 import re
 
-# official, Hugging Face, GGUF; `{}` is the layer number.
+# Meta's ("official") name, Hugging Face's, GGUF's; `{}` is the layer number.
 _TABLE = (
     ("tok_embeddings.weight", "model.embed_tokens.weight", "token_embd.weight"),
     ("layers.{}.attention_norm.weight", "model.layers.{}.input_layernorm.weight", "blk.{}.attn_norm.weight"),
@@ -24,8 +24,8 @@ _MAPS = {(a, b): {row[a]: row[b] for row in _TABLE} for a in range(3) for b in r
 def _translate(name: str, scheme: int, to: int) -> str | None:
     layer = re.search(r"(?<=\.)\d+(?=\.)", name)
     pattern = name if layer is None else f"{name[: layer.start()]}{{}}{name[layer.end() :]}"
-    found = _MAPS[scheme, to].get(pattern)
-    return found if found is None or layer is None else found.format(layer.group())
+    translated = _MAPS[scheme, to].get(pattern)
+    return translated if translated is None or layer is None else translated.format(layer.group())
 
 
 def official_to_hf(name: str) -> str | None:

@@ -1,4 +1,4 @@
-"""The tensors that a model of given `ModelArgs` consists of, with their shapes."""
+"""The names and shapes of a model's tensors, from its `ModelArgs`."""
 
 from math import prod
 
@@ -6,12 +6,12 @@ from mlx_llama3.model.config import ModelArgs
 
 
 def count_weights(args: ModelArgs) -> int:
-    """How many numbers a model consists of, a tied head not counted again."""
+    """The number of weights of a model; a tied head is not counted again."""
     return sum(prod(shape) for shape in expected_shapes(args).values())
 
 
 def expected_shapes(args: ModelArgs) -> dict[str, tuple[int, ...]]:
-    """Hugging Face name -> shape of every tensor, dense, in the order of the forward pass; no head if it is tied."""
+    """Hugging Face name -> dense shape of every tensor, in the order of the forward pass; no head if it is tied."""
     q_rows, kv_rows = args.n_heads * args.head_dim, args.n_kv_heads * args.head_dim
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (args.vocab_size, args.dim)}
     for i in range(args.n_layers):

@@ -116,10 +116,10 @@ class SlicedCheckpoint(Checkpoint):
         return self._dtype
 
     def check_finite(self) -> None:
-        """Nothing yet: `take` checks each part when it is read, once."""
+        """Nothing yet: `pop` checks each part when it is read, once."""
 
-    def take(self, key: str) -> mx.array:
-        """Read a tensor's part. Raises `UserError` if it holds NaN or infinity."""
+    def pop(self, key: str) -> mx.array:
+        """Read a tensor's shard, and remove it from `weights`. Raises `UserError` if it holds NaN or infinity."""
         tensor = self.weights.pop(key).read()
         # float16 sums overflow, and on the CPU 16-bit reductions are slow.
         if mx.issubdtype(tensor.dtype, mx.floating) and not mx.isfinite(mx.sum(tensor.astype(mx.float32))).item():

@@ -1,4 +1,4 @@
-"""Hugging Face's config.json in both of its dialects, and what is refused."""
+"""Hugging Face's config.json in both of its dialects, and the configurations that are refused."""
 
 import pytest
 from tiny_models import tiny_args
@@ -24,8 +24,8 @@ def test_hf_old_and_new_dialect_agree():
     assert (old.rope_theta, old.rope_scaling.factor) == (500000.0, 32.0)
 
 
-def test_hf_theta_inside_rope_parameters_is_found():
-    """transformers 5 writes only this; readers that fall back to 10000 go wrong after a thousand tokens."""
+def test_hf_theta_inside_rope_parameters_is_read():
+    """transformers 5 writes only this. Readers that fall back to 10000 give wrong answers after a thousand tokens."""
     args = from_hf(HF | {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}, source="config.json")
     assert (args.rope_theta, args.rope_scaling) == (500000.0, None)
 
@@ -39,7 +39,7 @@ def test_hf_written_config_reads_back_in_each_dialect_alone():
 
 
 @pytest.mark.parametrize(
-    ("change", "named"),
+    ("change", "message"),
     [
         ({"model_type": "qwen2"}, "model_type"),
         ({"model_type": None}, "model_type"),
@@ -80,8 +80,8 @@ def test_hf_written_config_reads_back_in_each_dialect_alone():
         ({"rope_scaling": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
     ],
 )
-def test_hf_refuses(change, named):
-    with pytest.raises(ConfigError, match=named) as refused:
+def test_hf_refuses(change, message):
+    with pytest.raises(ConfigError, match=message) as refused:
         from_hf(HF | {"rope_theta": 500000.0} | change, source="config.json")
     assert str(refused.value).startswith("config.json: ")
 
@@ -90,7 +90,7 @@ ODD = [True, 0, -1, 2.5, float("nan"), 10**400, "x", "", [], [None], {}, {"type"
 
 
 @pytest.mark.parametrize("value", ODD, ids=lambda value: repr(value)[:12])
-def test_whatever_a_key_holds_there_is_an_error_in_one_line_or_a_model(value):
+def test_any_value_of_a_key_gives_a_one_line_error_or_a_model(value):
     hf = to_hf(tiny_args(rope_scaling=RopeScaling(8.0))) | {"layer_types": ["full_attention"]}
     changed = [hf | {key: value} for key in hf]
     for group in ("rope_scaling", "rope_parameters"):
@@ -105,6 +105,6 @@ def test_whatever_a_key_holds_there_is_an_error_in_one_line_or_a_model(value):
     assert refused > len(changed) / 2
 
 
-def test_hf_harmless_unknown_key_is_told(caplog):
+def test_hf_harmless_unknown_key_is_logged(caplog):
     from_hf(HF | {"rope_theta": 500000.0, "favourite_colour": "blue"}, source="config.json")
     assert "favourite_colour" in caplog.text

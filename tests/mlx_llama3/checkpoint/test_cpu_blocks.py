@@ -1,4 +1,4 @@
-"""A block's parts in the form for the CPU give what the model's own give."""
+"""The CPU's RMSNorm and feed-forward give the same results as the model's own."""
 
 import threading
 
@@ -13,7 +13,7 @@ from mlx_llama3.model.transformer import FeedForward, Transformer
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-ARGS = tiny_args(hidden_dim=320)  # 5 tiles: no number of streams but 1 divides them
+ARGS = tiny_args(hidden_dim=320)  # 5 tiles, which only 1 of the tested numbers of streams divides
 
 
 @pytest.fixture(params=[1, 2, 3, 8])
@@ -30,60 +30,60 @@ def feed_forward() -> FeedForward:
     return model.layers[0].feed_forward
 
 
-@pytest.mark.parametrize("shape", [(), (1, 1), (2, 5), (1, 200)])  # 200: its gates by powers of two
+@pytest.mark.parametrize("shape", [(), (1, 1), (2, 5), (1, 200)])  # 200: large enough for the power of two in silu
 def test_feed_forward(cores, shape):
     whole = feed_forward()
     x = mx.random.normal((*shape, whole.w2.weight.shape[0]), key=mx.random.key(1))
-    spread = TiledFeedForward(whole)
-    y = spread(x)
+    tiled = TiledFeedForward(whole)
+    y = tiled(x)
     assert y.shape == x.shape
     assert mx.abs(y - whole(x)).max().item() < 1e-6
 
 
 def test_w1_and_w3_that_are_stored_apart(cores):
-    """As a recipe leaves them that gives one of them other bits."""
+    """As under a quantization recipe that gives one of them other bits."""
     whole, x = feed_forward(), mx.random.normal((1, 64), key=mx.random.key(1))
     expected = TiledFeedForward(whole)(x)
     w13 = whole.w13.parts[0].weight
     whole.w13.parts = [cpu.TiledLinear(w13[:320]), cpu.TiledLinear(w13[320:])]
     mx.eval(whole.parameters())
     before = mx.get_active_memory()
-    spread = TiledFeedForward(whole)
-    assert mx.array_equal(spread(x), expected).item()
+    tiled = TiledFeedForward(whole)
+    assert mx.array_equal(tiled(x), expected).item()
     assert mx.get_active_memory() - before < w13.nbytes / 4  # views, no copy
 
 
 def test_gates_of_any_size():
-    """A power of two overflows where a gate is shut, and the product is 0 as it should be."""
+    """For a very negative gate the power of two overflows, and the result is 0 as it should be."""
     gate = mx.array([0.0, 1e-6, 3.0, -3.0, 90.0, -90.0, 1000.0, -1000.0])
     expected = gate * mx.sigmoid(gate)
-    found = _silu(mx.repeat(gate, 1000))[::1000]
-    assert mx.abs(found - expected).max().item() < 1e-6
+    output = _silu(mx.repeat(gate, 1000))[::1000]
+    assert mx.abs(output - expected).max().item() < 1e-6
     assert mx.array_equal(_silu(gate), expected).item()
 
 
 def test_a_new_weight_counts(cores):
-    spread, x = TiledFeedForward(feed_forward()), mx.ones((1, 1, 64))
-    assert mx.abs(spread(x)).max().item() > 0
-    spread.w13.parts[0].weight = mx.zeros_like(spread.w13.parts[0].weight)
-    assert mx.abs(spread(x)).max().item() == 0
-    spread = TiledFeedForward(feed_forward())
-    before = spread(x)
-    spread.w2.weight = 2 * spread.w2.weight
-    assert mx.abs(spread(x) - 2 * before).max().item() < 1e-6
+    tiled, x = TiledFeedForward(feed_forward()), mx.ones((1, 1, 64))
+    assert mx.abs(tiled(x)).max().item() > 0
+    tiled.w13.parts[0].weight = mx.zeros_like(tiled.w13.parts[0].weight)
+    assert mx.abs(tiled(x)).max().item() == 0
+    tiled = TiledFeedForward(feed_forward())
+    before = tiled(x)
+    tiled.w2.weight = 2 * tiled.w2.weight
+    assert mx.abs(tiled(x) - 2 * before).max().item() < 1e-6
 
 
 def test_from_another_thread():
-    spread, x, found = TiledFeedForward(feed_forward()), mx.ones((1, 1, 64)), []
-    mx.eval(spread.parameters(), x)
-    expected = spread(x).tolist()
-    thread = threading.Thread(target=lambda: found.append(spread(x).tolist()))
+    tiled, x, outputs = TiledFeedForward(feed_forward()), mx.ones((1, 1, 64)), []
+    mx.eval(tiled.parameters(), x)
+    expected = tiled(x).tolist()
+    thread = threading.Thread(target=lambda: outputs.append(tiled(x).tolist()))
     thread.start()
     thread.join()
-    assert found == [expected]
+    assert outputs == [expected]
 
 
-def test_a_loaded_model_is_spread_and_holds_its_weights_once(tmp_path):
+def test_a_loaded_model_is_tiled_and_holds_its_weights_once(tmp_path):
     args = ARGS
     settings = {"bits": 4, "group_size": 32}
     before = mx.get_active_memory()
@@ -95,13 +95,13 @@ def test_a_loaded_model_is_spread_and_holds_its_weights_once(tmp_path):
     assert mx.get_active_memory() - before < 1.1 * weights + 50_000
 
 
-def test_what_is_not_spread_stays_as_it_is():
+def test_a_model_that_is_not_tiled_stays_as_it_is():
     model = Transformer(tiny_args())
     before = [layer.feed_forward for layer in model.layers]
     use_cpu_blocks(model)
     assert [layer.feed_forward for layer in model.layers] == before
 
 
-def test_hidden_units_that_are_no_whole_tiles_are_not_spread(tmp_path):
+def test_hidden_units_that_are_no_whole_tiles_are_not_tiled(tmp_path):
     model = load_model(write_folder(tmp_path, tiny_args(hidden_dim=96)))
     assert [type(layer.feed_forward) for layer in model.layers] == [FeedForward] * 3

@@ -1,4 +1,4 @@
-"""Model folders: what loads, what it becomes, and what is refused by name."""
+"""Loading model folders: the resulting model, and the errors, which name the file or tensor."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -48,9 +48,9 @@ def test_quantized_equals_its_dequantized_weights(tmp_path, settings, monkeypatc
     assert mx.abs(load_model(folder)(TOKENS) - expected).max().item() < 1e-5
     # The same where the unpacked weights do not fit: products with packed weights, as on a GPU.
     monkeypatch.setattr(loading, "_fits_expanded", lambda *_: False)
-    kept = load_model(folder)
-    assert kept.layers[0].attention.wqkv.parts[0].weight.dtype == mx.uint32
-    assert mx.abs(kept(TOKENS) - expected).max().item() < 1e-4
+    packed_model = load_model(folder)
+    assert packed_model.layers[0].attention.wqkv.parts[0].weight.dtype == mx.uint32
+    assert mx.abs(packed_model(TOKENS) - expected).max().item() < 1e-4
 
 
 def test_mixed_recipe_from_overrides(tmp_path, monkeypatch):
@@ -68,9 +68,9 @@ def test_mixed_recipe_from_overrides(tmp_path, monkeypatch):
     folder = write_folder(tmp_path, args, packed, quantization=settings, quantization_config=settings)
     expected = load_model(folder)(TOKENS)
     monkeypatch.setattr(loading, "_fits_expanded", lambda *_: False)
-    kept = load_model(folder)
-    assert [part.bits for part in kept.layers[0].attention.wqkv.parts] == [4, 8]
-    assert mx.abs(kept(TOKENS) - expected).max().item() < 1e-4
+    packed_model = load_model(folder)
+    assert [part.bits for part in packed_model.layers[0].attention.wqkv.parts] == [4, 8]
+    assert mx.abs(packed_model(TOKENS) - expected).max().item() < 1e-4
 
 
 def test_scales_take_the_activation_dtype(tmp_path, monkeypatch):
@@ -94,7 +94,7 @@ def test_sharded_with_index_and_a_second_set_beside(tmp_path):
     for file, part in shards.items():
         mx.save_safetensors(str(folder / file), {name: weights[name] for name in part})
     mx.save_safetensors(str(folder / "consolidated.safetensors"), {"norm.weight": weights["model.norm.weight"]})
-    assert mx.array_equal(load_model(folder)(TOKENS), expected).item()  # found without an index too
+    assert mx.array_equal(load_model(folder)(TOKENS), expected).item()  # an index is not required
     index = {"weight_map": {name: file for file, part in shards.items() for name in part}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     assert mx.array_equal(load_model(folder)(TOKENS), expected).item()
@@ -117,7 +117,7 @@ def test_large_sums_of_float16_are_no_infinity(tmp_path):
     assert load_model(write_folder(tmp_path, ARGS, weights))(TOKENS).shape == (1, 5, 320)
 
 
-def test_weights_are_never_there_twice(tmp_path):
+def test_weights_are_never_in_memory_twice(tmp_path):
     args = tiny_args(dim=256, hidden_dim=1024, n_layers=6)
     folder = write_folder(tmp_path, args)
     before = mx.get_active_memory()
@@ -128,20 +128,20 @@ def test_weights_are_never_there_twice(tmp_path):
     assert mx.get_peak_memory() - before < 1.5 * size
 
 
-def test_unpacking_takes_little_beside_what_is_unpacked(tmp_path):
-    """`mx.dequantize` of a whole matrix has three more of its size in memory."""
+def test_unpacking_needs_little_memory_beside_the_result(tmp_path):
+    """`mx.dequantize` of a whole matrix would need three times its size besides."""
     args = tiny_args(vocab_size=300_000)
     folder = write_folder(tmp_path, args, quantized(random_weights(args)), quantization={"bits": 4, "group_size": 32})
     mx.reset_peak_memory()
     before = mx.get_active_memory()
     model = load_model(folder)
     size = sum(w.nbytes for _, w in tree_flatten(model.parameters()))
-    assert size > 150e6  # what a block takes on its way is constant, some 30 MB
+    assert size > 150e6  # the temporary memory is constant, about 30 MB
     assert mx.get_peak_memory() - before < 1.5 * size
 
 
 def test_a_model_can_be_used_in_another_thread(tmp_path):
-    """What is not computed yet cannot: it belongs to the thread that made it."""
+    """Every array must be evaluated, because a lazy one belongs to the thread that made it."""
     settings = {"bits": 4, "group_size": 32}
     for folder in (
         write_folder(tmp_path / "dense", ARGS),
@@ -171,7 +171,7 @@ def change(name: str, value: mx.array | None) -> dict[str, mx.array]:
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "said"),
+    ("name", "value", "message"),
     [
         ("model.norm.weight", None, "model.norm.weight is missing"),
         ("model.norm.weight", mx.ones(63), r"model.norm.weight has shape \(63,\), config.json means \(64,\)"),
@@ -182,13 +182,13 @@ def change(name: str, value: mx.array | None) -> dict[str, mx.array]:
         ("model.layers.0.input_layernorm.weight", mx.full((64,), mx.inf), "layers.0.input_layernorm.weight holds NaN"),
     ],
 )
-def test_tensors_that_do_not_fit(tmp_path, name, value, said):
-    with pytest.raises(UserError, match=said):
+def test_tensors_that_do_not_fit(tmp_path, name, value, message):
+    with pytest.raises(UserError, match=message):
         load_model(write_folder(tmp_path, ARGS, change(name, value)))
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "said"),
+    ("name", "value", "message"),
     [
         ("mlp.up_proj.weight", mx.ones((96, 8)), "up_proj.weight is float32; expected packed integers"),
         ("mlp.up_proj.scales", mx.ones((96, 2), mx.int32), "up_proj.scales is int32; expected float16"),
@@ -197,15 +197,15 @@ def test_tensors_that_do_not_fit(tmp_path, name, value, said):
         ("mlp.up_proj.biases", mx.full((96, 2), mx.nan), "up_proj.biases holds NaN"),
     ],
 )
-def test_packed_tensors_that_do_not_fit(tmp_path, name, value, said):
+def test_packed_tensors_that_do_not_fit(tmp_path, name, value, message):
     packed = quantized(random_weights(ARGS)) | {f"model.layers.1.{name}": value}
     packed = {key: w for key, w in packed.items() if w is not None}
-    with pytest.raises(UserError, match=f"layers.1.mlp.{said}"):
+    with pytest.raises(UserError, match=f"layers.1.mlp.{message}"):
         load_model(write_folder(tmp_path, ARGS, packed, quantization={"bits": 4, "group_size": 32}))
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ("q4", "quantization is 'q4', must be an object"),
         ({"bits": 7, "group_size": 32}, "MLX has no mode 'affine' with 7 bits and groups of 32"),
@@ -216,9 +216,9 @@ def test_packed_tensors_that_do_not_fit(tmp_path, name, value, said):
         ({"bits": 3, "group_size": 32}, r"has shape \(320, 8\), config.json means \(320, 6\)"),
     ],
 )
-def test_settings_that_mlx_does_not_have(tmp_path, settings, said):
+def test_formats_that_mlx_does_not_have(tmp_path, settings, message):
     folder = write_folder(tmp_path, ARGS, quantized(random_weights(ARGS)), quantization=settings)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         load_model(folder)
 
 
@@ -242,7 +242,7 @@ def test_scales_without_settings(tmp_path):
         load_model(folder)
 
 
-def test_folders_that_are_none(tmp_path):
+def test_folders_that_hold_no_model(tmp_path):
     with pytest.raises(UserError, match="no such folder"):
         load_model(tmp_path / "absent")
     (tmp_path / "empty").mkdir()
@@ -291,7 +291,7 @@ def test_memory_is_counted_in_the_dtype_that_the_weights_get(tmp_path, monkeypat
     assert load_model(folder, dtype=mx.bfloat16)(TOKENS).dtype == mx.bfloat16
 
 
-def test_what_does_not_fit_unpacked_stays_packed_and_says_so(tmp_path, monkeypatch, caplog):
+def test_weights_that_do_not_fit_unpacked_stay_packed_and_that_is_logged(tmp_path, monkeypatch, caplog):
     folder = write_folder(tmp_path, ARGS, quantized(random_weights(ARGS)), quantization={"bits": 4, "group_size": 32})
     for module in (loading, memory):
         monkeypatch.setattr(module, "available_memory", lambda: 2 * Checkpoint(folder).nbytes)

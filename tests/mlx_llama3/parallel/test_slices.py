@@ -25,7 +25,7 @@ def test_dense_parts_are_the_bits_of_the_whole(dtype: mx.Dtype, tmp_path: Path, 
     assert part.nbytes == part.n_weights * dtype.size
     for name, expected in ((Q, weights[Q][8:24]), (DOWN, weights[DOWN][:, 31:80]), (NORM, weights[NORM])):
         assert part.weights[name].shape == expected.shape
-        found = part.take(name)
+        found = part.pop(name)
         assert found.dtype == dtype and mx.array_equal(found, expected)
 
 
@@ -37,20 +37,20 @@ def test_quantized_columns_are_cut_between_groups(bits: int, mode: str, tmp_path
     part = SlicedCheckpoint(Checkpoint(folder), {DOWN: Shard(COLUMNS, 32, 96), Q: Shard(ROWS, 0, 32)})
     module = DOWN.removesuffix(".weight")
     affine = mode == "affine"
-    parts = [part.take(DOWN), part.take(f"{module}.scales"), part.take(f"{module}.biases") if affine else None]
+    parts = [part.pop(DOWN), part.pop(f"{module}.scales"), part.pop(f"{module}.biases") if affine else None]
     whole = [packed[DOWN], packed[f"{module}.scales"], packed[f"{module}.biases"] if affine else None]
     expected = mx.dequantize(*whole, group_size=32, bits=bits, mode=mode)[:, 32:96]
     assert mx.array_equal(mx.dequantize(*parts, group_size=32, bits=bits, mode=mode), expected)
-    assert mx.array_equal(part.take(Q), packed[Q][:32])
+    assert mx.array_equal(part.pop(Q), packed[Q][:32])
 
 
 def test_nan_in_this_part_is_named_and_nan_in_another_is_not_read(tmp_path: Path):
     weights = random_weights(tiny_args())
     weights[Q][40, 3] = mx.nan
     whole = Checkpoint(write_folder(tmp_path / "model", tiny_args(), weights))
-    SlicedCheckpoint(whole, {Q: Shard(ROWS, 0, 32)}).take(Q)
+    SlicedCheckpoint(whole, {Q: Shard(ROWS, 0, 32)}).pop(Q)
     with pytest.raises(UserError, match=f"tensor {Q} holds NaN"):
-        SlicedCheckpoint(whole, {Q: Shard(ROWS, 32, 64)}).take(Q)
+        SlicedCheckpoint(whole, {Q: Shard(ROWS, 32, 64)}).pop(Q)
 
 
 def test_a_file_that_was_cut_off_since_is_named(tmp_path: Path):
@@ -59,4 +59,4 @@ def test_a_file_that_was_cut_off_since_is_named(tmp_path: Path):
     with open(folder / "model.safetensors", "r+b") as file:
         file.truncate(part.weights[DOWN].offset + 100)
     with pytest.raises(UserError, match=r"model\.safetensors: the file ends too early"):
-        part.take(DOWN)
+        part.pop(DOWN)
