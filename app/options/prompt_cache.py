@@ -14,7 +14,7 @@ from app.options.options import cache_settings, option
 from app.options.prompt import room_for_answer
 from mlx_llama3.conversation import prompt_cache
 from mlx_llama3.conversation.conversation import Conversation
-from mlx_llama3.conversation.system_prefix import keep_head, prompt_head
+from mlx_llama3.conversation.system_prefix import keep_system_prefix, system_prefix
 from mlx_llama3.errors import UserError
 from mlx_llama3.generation.decoding import prefill
 from mlx_llama3.model.cache.prefix import PrefixCache, common_length
@@ -35,7 +35,7 @@ def write(args: argparse.Namespace) -> None:
     ids = beginning(opened.tokenizer, text, args.place, args.system)
     room_for_answer(opened.model, ids, args.context)
     if args.place != "raw":
-        settings = keep_head(settings, opened.tokenizer, text if args.place == "system" else args.system)
+        settings = keep_system_prefix(settings, opened.tokenizer, text if args.place == "system" else args.system)
     held = PrefixCache(opened.model.make_cache(settings), settings)
     with _ended_at_once():
         mx.eval(prefill(opened.model, ids, held.layers, on_prefill=_reading), [layer.state for layer in held.layers])
@@ -63,7 +63,7 @@ def beginning(tokenizer: Tokenizer, text: str, place: str, system: str | None) -
     if place == "raw":
         return tokenizer.encode(text, bos=True)
     if place == "system":
-        return prompt_head(tokenizer, text)
+        return system_prefix(tokenizer, text)
     before = [{"role": "system", "content": system}] if system else []
     prompts = [tokenizer.encode_chat([*before, {"role": "user", "content": text + more}]) for more in ("", "\n?")]
     return prompts[0][: common_length(*prompts)]
@@ -86,7 +86,7 @@ def open_cache(
         return _load(path, opened, asked)
     if messages is not None:
         system = messages[0]["content"] if messages[0]["role"] == "system" else None
-        asked = keep_head(asked, opened.tokenizer, system)
+        asked = keep_system_prefix(asked, opened.tokenizer, system)
     return PrefixCache(opened.model.make_cache(asked), asked)
 
 
@@ -116,7 +116,7 @@ def adopt(path: Path | None, opened: OpenModel, conversation: Conversation) -> N
     if path is None:
         return
     held = _load(path, opened, conversation.cache_settings)
-    start = conversation.ids or prompt_head(opened.tokenizer, conversation.system)
+    start = conversation.ids or system_prefix(opened.tokenizer, conversation.system)
     common = common_length(held.ids, start)
     print(f"({path}: {common} of its {len(held.ids)} tokens begin this chat)", file=sys.stderr)
     conversation.adopt(held)

@@ -1,6 +1,6 @@
-"""A conversation of many turns with its cache, and what can be kept of it in a file.
+"""A multi-turn conversation with its cache, the saved conversation (JSON), and the prompt cache (safetensors).
 
-A file names the model and tokenizer it was made with by their fingerprints.
+A prompt cache identifies the model and the tokenizer that it was made with by their fingerprints.
 """
 
 from mlx_llama3.conversation.conversation import ContextFull, Conversation, Turn

@@ -1,6 +1,6 @@
-"""A conversation of many turns: its messages, the token ids they became, and the cache that holds them.
+"""A multi-turn conversation: its messages, their token ids, and the KV cache.
 
-A turn costs only its new tokens. Replies stay the ids that the model chose; their text is never encoded again.
+Each turn prefills only its new tokens. Replies keep the ids that the model generated; they are not encoded from text.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mlx_llama3.conversation import saved as saved_conversation
-from mlx_llama3.conversation.system_prefix import keep_head
+from mlx_llama3.conversation.system_prefix import keep_system_prefix
 from mlx_llama3.errors import UserError
 from mlx_llama3.generation.speculative.speculation import Speculation
 from mlx_llama3.generation.stream import Step, generate
@@ -22,11 +22,11 @@ OVERFLOW_POLICIES = ("stop", "roll")
 
 
 class ContextFull(UserError):
-    """The next message does not fit into the context; nothing was changed."""
+    """The next message does not fit into the context; the conversation is unchanged."""
 
 
 def context_capacity(model: Transformer, max_context: int | None) -> int:
-    """Tokens of context to use: `max_context`, or all that the model was trained for. Raises `UserError` for more."""
+    """Tokens of context to use: `max_context`, or the model's `max_seq_len`. Raises `UserError` if out of range."""
     longest = model.args.max_seq_len
     if max_context is not None and not 1 <= max_context <= longest:
         raise UserError(f"a context of {max_context} tokens is asked for; this model takes from 1 to {longest}")
@@ -37,8 +37,8 @@ def context_capacity(model: Transformer, max_context: int | None) -> int:
 class Turn:
     """One message of the user and its reply.
 
-    prompt: ids from the end of the reply before (in the first turn: from the very start, with the system prompt) to
-    where the reply begins. reply: ids of the reply's content, without the end-of-turn token.
+    prompt: ids from the end of the previous reply (in the first turn: from the start, with the system prompt) to the
+    start of this reply. reply: ids of the reply's content, without the end-of-turn token.
     """
 
     user: str
@@ -51,18 +51,23 @@ class Turn:
 
 
 class Conversation:
-    """What a chat keeps. Not for use from several threads.
+    """A chat with a model. Not thread-safe.
 
-    overflow: what `send` does when a message does not fit: "stop" raises `ContextFull`; "roll" leaves out the oldest
-    turns, keeping the system prompt, down to half of the context, so that it does not happen at every turn.
-    max_context: tokens to use at most; by default all that the model was trained for.
-    settings: options of `generate` that hold for every turn; `send(text, **options)` overrides them.
-    cache_settings: how the positions so far are kept.
-    draft: from `load_draft`, this conversation's own: what drafts the replies.
+    Args:
+        overflow: what `send` does when a message does not fit: "stop" raises `ContextFull`; "roll" drops the oldest
+            turns, but not the system prompt, down to half of the context, so that it does not happen at every turn.
+        max_context: the most tokens to use; by default the model's `max_seq_len`.
+        settings: options of `generate` for every turn; `send(text, **options)` overrides them.
+        cache_settings: the kind of KV cache.
+        draft: from `load_draft`, for speculative decoding; one for each conversation.
 
-    `dropped` is the number of messages that the last `send` left out, `fed` that of the tokens it had to feed, the last
-    of `prompt_ids`: all ids before its reply.
-    Raises `UserError` for an unknown policy, a context that is longer than the model's, a cache that it cannot have.
+    Attributes (of the last `send` or `retry`):
+        dropped: number of messages that were dropped.
+        prompt_ids: all ids before the reply.
+        fed: number of ids, the last of `prompt_ids`, that were prefilled because they were not in the cache.
+
+    Raises `UserError` for an unknown policy, a context longer than the model's, or cache settings that the model does
+    not support.
     """
 
     def __init__(
@@ -106,7 +111,7 @@ class Conversation:
 
     @property
     def cache(self) -> list[KVCache]:
-        """What is kept of the positions so far, a layer each; for reading, as `trace.position.look` does."""
+        """The KV cache, one entry a layer; read-only, for `trace.position.look`."""
         return self._cache.layers
 
     @property
@@ -124,78 +129,81 @@ class Conversation:
         self._settle()
         before, self._system = self._system, text
         try:
-            self._prompt([], "?")  # a template may take no system prompt, which the next message would tell too late
+            self._prompt([], "?")  # raises if the template takes no system prompt; the next message would be too late
             turns = self._from_start(self._turns)
             if self.cache_settings.max_kv_size is not None:
-                self._cache = self._new_cache()  # which a system prompt that is longer than the window has not
+                self._cache = self._new_cache()  # raises if the system prompt does not fit the window
         except UserError:
             self._system = before
             raise
         self._turns = turns
 
     def send(self, text: str, **options: Any) -> Iterator[Step]:
-        """Say `text` as the user; the iterator yields the reply as `generate` does.
+        """Send `text` as the user; the iterator yields the reply as `generate` does.
 
-        The reply is limited to the context that is left (finish_reason "length"). If the iterator is closed or an
-        error ends it, what was shown so far is kept as the reply; if that is nothing, the turn never happened.
-        Raises at once, before anything is changed: `ContextFull`, `PromptError` for an empty message; at the first step
-        what `generate` raises.
+        The reply is limited to the remaining context (finish_reason "length"). If the iterator is closed or an error
+        ends it, the text so far becomes the reply; without any text the turn is discarded.
+
+        Raises:
+            ContextFull: at once, the message does not fit.
+            PromptError: at once, the message is empty.
+            UserError: at the first step, what `generate` raises.
         """
         self._settle()
         return self._answer([*self._turns, Turn(text, self._prompt(self._turns, text))], options)
 
     def retry(self, **options: Any) -> Iterator[Step]:
-        """Answer the last message again; its first reply is forgotten once the new one begins.
+        """Answer the last message again; the new reply, once it has text, replaces the old one.
 
-        Raises `UserError` if there is none.
+        Raises `UserError` if there is no message.
         """
         self._settle()
         last = self._last("answer again")
         return self._answer([*self._turns[:-1], Turn(last.user, last.prompt)], options)
 
     def undo(self) -> str:
-        """Forget the last message and its reply; returns the message. Raises `UserError` if there is none."""
+        """Remove the last message and its reply; returns the message. Raises `UserError` if there is none."""
         self._settle()
         last = self._last("take back")
         self._turns = self._turns[:-1]
         return last.user
 
     def reset(self) -> None:
-        """Forget all turns. The system prompt stays, and so does its part of the cache."""
+        """Remove all turns. The system prompt stays, and so does its part of the cache."""
         self._settle()
         self._turns = []
 
-    def adopt(self, held: PrefixCache) -> None:
-        """Go on with a cache that was filled elsewhere (`prompt_cache.load`), as far as its ids are those here."""
+    def adopt(self, cache: PrefixCache) -> None:
+        """Replace the cache by a loaded one (`prompt_cache.load`); the ids that both share are not prefilled again."""
         self._settle()
-        self._cache = held
-        # How much a window keeps is a matter of the system prompt, which may change.
-        self.cache_settings = replace(held.settings, kv_keep=self.cache_settings.kv_keep)
+        self._cache = cache
+        # `kv_keep` follows from the system prompt, which may change.
+        self.cache_settings = replace(cache.settings, kv_keep=self.cache_settings.kv_keep)
 
     def use(self, model: Transformer) -> None:
-        """Go on under another model with the same tokenizer, as what-if edits make it; the cache is filled anew."""
+        """Continue with another model that has the same tokenizer, such as an edited one, and an empty cache."""
         self._settle()
         self.model = model
         self._cache = self._new_cache()
 
     def cut_cache(self, length: int) -> None:
-        """Forget what the cache holds from position `length` on, so that the next answer feeds (and traces) it."""
+        """Truncate the cache to `length` positions, so that the next answer prefills (and traces) the others again."""
         self._settle()
         self._cache.truncate(length)
 
     def to_json(self) -> str:
-        """System prompt, messages and settings as the JSON text that `from_json` reads."""
+        """System prompt, messages and settings as JSON, for `from_json`."""
         return saved_conversation.dump(self._system, self._messages(self._turns, system=False), self.settings)
 
     @classmethod
     def from_json(
         cls, text: str, model: Transformer, tokenizer: Tokenizer, *, source: str = "conversation", **keywords: Any
     ) -> "Conversation":
-        """The conversation that `to_json` wrote, to go on with under this model.
+        """Load a conversation written by `to_json`, with any model.
 
-        source: the name that errors give the text. keywords: as for `Conversation`, except system and settings.
-        Replies are encoded anew, since the ids of another model would mean nothing.
-        Raises `UserError`, one line that names the source and what is wrong.
+        source: the text's name in errors. keywords: those of `Conversation`, except system and settings.
+        Replies are encoded from their text, because ids of another tokenizer would be meaningless.
+        Raises `UserError`, one line with the source and the fault.
         """
         saved = saved_conversation.load(text, source)
         conversation = cls(model, tokenizer, system=saved.system, settings=saved.settings, **keywords)
@@ -205,33 +213,33 @@ class Conversation:
         return conversation
 
     def _new_cache(self) -> PrefixCache:
-        """An empty cache; if it has a window, the system prompt never leaves it."""
-        settings = keep_head(self.cache_settings, self.tokenizer, self._system)
+        """An empty cache; a window always keeps the system prompt."""
+        settings = keep_system_prefix(self.cache_settings, self.tokenizer, self._system)
         return PrefixCache(self.model.make_cache(settings), settings)
 
     def _messages(self, turns: Sequence[Turn], *, system: bool = True) -> list[dict[str, str]]:
-        head = [{"role": "system", "content": self._system}] if system and self._system else []
+        messages = [{"role": "system", "content": self._system}] if system and self._system else []
         for turn in turns:
-            head += [{"role": "user", "content": turn.user}, {"role": "assistant", "content": turn.text}]
-        return head
+            messages += [{"role": "user", "content": turn.user}, {"role": "assistant", "content": turn.text}]
+        return messages
 
     def _prompt(self, before: Sequence[Turn], user: str) -> list[int]:
-        """Ids that follow the reply of the turns `before` when the user says `user`."""
+        """Ids of the user's message `user` after the turns `before`; with the system prompt if there are none."""
         messages = [*self._messages(before), {"role": "user", "content": user}]
         return self.tokenizer.encode_after_reply(messages) if before else self.tokenizer.encode_chat(messages)
 
     def _from_start(self, turns: Sequence[Turn]) -> list[Turn]:
-        """The same turns as a whole conversation: the first one's prompt begins with the system prompt."""
+        """The turns with the first one's prompt encoded again, so that it begins with the system prompt."""
         return [replace(turn, prompt=self._prompt([], turn.user)) for turn in turns[:1]] + list(turns[1:])
 
     def _fitting(self, turns: list[Turn], max_tokens: int | None) -> list[Turn]:
-        """`turns`, the last without its reply, or as many of them as the policy lets fit. Changes nothing."""
+        """`turns`, the last one without its reply; under "roll" only the latest ones if they do not all fit."""
         used = sum(map(len, turns))
         if self.overflow == "stop":
             if used < self.capacity:
                 return turns
         else:
-            # Room for an answer worth the name, else a full context would cut every reply to a word.
+            # Reserve an eighth of the context, so that a nearly full one does not truncate every reply to a word.
             room = min(max_tokens or self.capacity, self.capacity // 8)
             if used + room <= self.capacity:
                 return turns
@@ -250,19 +258,19 @@ class Conversation:
             "undo or reset, let overflow roll, or use a larger context"
         )
 
-    def _last(self, what: str) -> Turn:
+    def _last(self, action: str) -> Turn:
         if not self._turns:
-            raise UserError(f"there is no message to {what}")
+            raise UserError(f"there is no message to {action}")
         return self._turns[-1]
 
     def _settle(self) -> None:
-        """End an answer that its consumer left half-read, so that what was shown is kept before anything else."""
+        """Close an unfinished answer, so that its text becomes the reply before anything else changes."""
         if self._stream is not None:
             self._stream.close()
             self._stream = None
 
     def _answer(self, turns: list[Turn], options: dict[str, Any]) -> Iterator[Step]:
-        """Find room for the last of `turns`, then start its reply."""
+        """Drop turns as needed to fit the last of `turns`, then start its reply."""
         options = {"max_tokens": None} | self.settings | options
         fitting = self._fitting(turns, options["max_tokens"])
         self.dropped = 2 * (len(turns) - len(fitting))
@@ -270,8 +278,8 @@ class Conversation:
         return self._stream
 
     def _reply(self, turns: list[Turn], options: dict[str, Any]) -> Iterator[Step]:
-        turn = turns[-1]
-        context = [token for each in turns for token in (*each.prompt, *each.reply)]
+        last = turns[-1]
+        context = [token for turn in turns for token in (*turn.prompt, *turn.reply)]
         space = self.capacity - len(context)
         if options["max_tokens"] is None or options["max_tokens"] > space:
             options["max_tokens"] = space
@@ -284,20 +292,20 @@ class Conversation:
         try:
             for step in steps:
                 tokens.append(step.token)
-                turn.text += step.text
+                last.text += step.text
                 yield step
         finally:
             self._cache.set_ids(context + tokens)
-            turn.reply = self._content(tokens, turn.text)
-            if turn.text.strip():
+            last.reply = self._content(tokens, last.text)
+            if last.text.strip():
                 self._turns = turns
 
     def _content(self, tokens: list[int], text: str) -> list[int]:
-        """The ids whose text is `text`: without a stop id, a stop string, or bytes that were still held back.
+        """The ids whose text is `text`: without a stop id, a stop string, or an incomplete character.
 
-        A stop string may begin inside a token; only what that token said before it is encoded anew.
+        A stop string may begin inside a token; only that token's text before it is encoded again.
         """
         end = len(tokens) - 1 if tokens and tokens[-1] in self.tokenizer.stop_ids else len(tokens)
-        while not text.startswith(said := self.tokenizer.decode(tokens[:end])):
+        while not text.startswith(decoded := self.tokenizer.decode(tokens[:end])):
             end -= 1
-        return tokens[:end] + self.tokenizer.encode(text[len(said) :])
+        return tokens[:end] + self.tokenizer.encode(text[len(decoded) :])

@@ -1,4 +1,4 @@
-"""Whether a file that was made with a model, or a tokenizer, belongs to the one at hand: their fingerprints."""
+"""Fingerprints of a model and a tokenizer, to check that a file was made with the ones in use."""
 
 import hashlib
 from collections.abc import Iterator
@@ -14,10 +14,11 @@ import mlx.core as mx
 
 
 def model_fingerprint(model: Transformer) -> str:
-    """SHA-256 of a model's shape, its norms' weights and some rows of every kind of matrix in every layer, as hex.
+    """SHA-256 (hex) of a model's config, its norm weights, and up to four rows of the embedding and of each layer's
+    matrices (`wq|wk|wv` and `w1|w3` count as one if they are stacked).
 
-    The same whether quantized weights are packed or expanded; another with another dtype of activations. A fine-tuned
-    model differs in nearly all numbers; one that differs in a single row only may pass.
+    It is the same whether quantized weights are dequantized or not, and differs with the dtype of the activations. A
+    fine-tuned model differs in nearly all numbers; a model that differs in one row only may not be noticed.
     """
     digest = hashlib.sha256(repr(sorted(asdict(model.args).items())).encode())
     sampled = list(_samples(model))
@@ -30,7 +31,7 @@ def model_fingerprint(model: Transformer) -> str:
 
 
 def tokenizer_fingerprint(tokenizer: Tokenizer) -> str:
-    """SHA-256, as hex, of what the ids stand for and of the rule that cuts text into them."""
+    """SHA-256 (hex) of the bytes of all ids, the special tokens, and the pattern of the pre-tokenizer."""
     vocabulary = tokenizer.vocabulary
     digest = hashlib.sha256(vocabulary.pre_tokenizer.pattern.encode())
     for token in vocabulary.tokens:

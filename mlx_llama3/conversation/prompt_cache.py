@@ -1,8 +1,8 @@
-"""The cache of a prompt in a file, so that a long prompt is read once and used many times.
+"""Prompt caches: the KV cache of a prompt in a file, so that a long prompt is prefilled once and used many times.
 
-Safetensors: `ids`, the prompt's tokens `(n,)`, and what each layer's cache holds (`KVCache.tensors`) as
-`layers.N.NAME`. The metadata say with what model, tokenizer and settings it was made, and hold a CRC-32 of each tensor:
-keys and values that are damaged would give plausible nonsense.
+The file is safetensors: `ids`, the prompt's tokens `(n,)`, and each layer's `KVCache.tensors` as `layers.N.NAME`. The
+metadata identify the model, the tokenizer and the cache settings, and have a CRC-32 of each tensor, because damaged
+keys and values would give plausible nonsense instead of an error.
 """
 
 import json
@@ -30,15 +30,15 @@ VERSION = "1"
 REMAKE = "make it anew with mlx-llama3 cache"
 
 
-def save(path: Path, held: PrefixCache, model: Transformer, tokenizer: Tokenizer, *, name: str) -> None:
-    """Write the whole file or nothing; one that is there already must be a prompt cache to be replaced.
+def save(path: Path, cache: PrefixCache, model: Transformer, tokenizer: Tokenizer, *, name: str) -> None:
+    """Write the file atomically; only another prompt cache is overwritten.
 
-    held: the cache, with its ids. name: of the model, for those who wonder later.
+    name: the model's, stored for error messages.
     Raises `UserError` that names the file.
     """
     check_writable(path)
-    tensors = {"ids": mx.array(held.ids, dtype=mx.int32)}
-    for number, layer in enumerate(held.layers):
+    tensors = {"ids": mx.array(cache.ids, dtype=mx.int32)}
+    for number, layer in enumerate(cache.layers):
         tensors |= {f"layers.{number}.{key}": mx.contiguous(tensor) for key, tensor in layer.tensors().items()}
     metadata = {
         "format": FORMAT,
@@ -46,22 +46,22 @@ def save(path: Path, held: PrefixCache, model: Transformer, tokenizer: Tokenizer
         "name": name,
         "model": model_fingerprint(model),
         "tokenizer": tokenizer_fingerprint(tokenizer),
-        "settings": json.dumps(asdict(held.settings)),
+        "settings": json.dumps(asdict(cache.settings)),
         "crc32": json.dumps({key: zlib.crc32(np.array(tensor.view(mx.uint8))) for key, tensor in tensors.items()}),
     }
     try:
         with replacing(path, ".safetensors") as partial:
             mx.save_safetensors(str(partial), tensors, metadata)
-    except (OSError, RuntimeError) as error:  # MLX tells of a full disk with the one, Python of a missing folder
+    except (OSError, RuntimeError) as error:  # MLX raises RuntimeError for a full disk, Python OSError for no folder
         reason = getattr(error, "strerror", None) or str(error)
         raise UserError(f"{path}: cannot write the prompt cache: {reason}") from error
 
 
 def load(path: Path, model: Transformer, tokenizer: Tokenizer) -> PrefixCache:
-    """The cache that `save` wrote, ready for `PrefixCache.reuse`; its arrays are read when they are first used.
+    """Load a cache that `save` wrote, ready for `PrefixCache.reuse`; its arrays are loaded when first used.
 
-    Raises `UserError`, one line that names the file: it is no prompt cache, damaged or cut off, or made with another
-    model, tokenizer or dtype.
+    Raises `UserError`, one line that names the file, if it is not a prompt cache, is damaged or cut off, or was made
+    with another model, tokenizer or dtype.
     """
     header = _header(path)
     metadata = header.metadata
@@ -73,20 +73,20 @@ def load(path: Path, model: Transformer, tokenizer: Tokenizer) -> PrefixCache:
     try:
         _check_content(path, header, json.loads(metadata["crc32"]))
         settings = CacheSettings(**json.loads(metadata["settings"]))
-        held = PrefixCache(model.make_cache(settings), settings)
+        cache = PrefixCache(model.make_cache(settings), settings)
         tensors = mx.load(str(path), format="safetensors")
-        held.ids = tensors["ids"].tolist()
-        for number, layer in enumerate(held.layers):
+        cache.ids = tensors["ids"].tolist()
+        for number, layer in enumerate(cache.layers):
             prefix = f"layers.{number}."
             own = {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
-            layer.restore(own, len(held.ids))
+            layer.restore(own, len(cache.ids))
     except (LookupError, TypeError, ValueError, RuntimeError) as error:
         raise _damaged(path) from error
-    return held
+    return cache
 
 
 def check_writable(path: Path) -> None:
-    """Raise `UserError` for a place where no prompt cache can be written, before anything is read for it."""
+    """Raise `UserError` if no prompt cache can be written to `path`; call it before loading a model."""
     check_place(path)
     if path.exists():
         try:
@@ -96,7 +96,7 @@ def check_writable(path: Path) -> None:
 
 
 def check(path: Path) -> None:
-    """Raise `UserError` for what is no prompt cache, before a model is loaded for it."""
+    """Raise `UserError` if the file is not a prompt cache; call it before loading a model."""
     _header(path)
 
 
@@ -125,7 +125,7 @@ def _header(path: Path) -> SafetensorsHeader:
 
 
 def _check_content(path: Path, header: SafetensorsHeader, sums: Mapping[str, int]) -> None:
-    """Raise ValueError unless every tensor is what was written."""
+    """Raise ValueError unless every tensor has its stored CRC-32."""
     if header.entries.keys() != sums.keys():
         raise ValueError("tensors are missing")
     with (

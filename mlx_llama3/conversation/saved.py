@@ -1,4 +1,4 @@
-"""Saved conversations: JSON with the system prompt, the messages and the settings, and the file that holds it."""
+"""Saved conversations: a JSON file with the system prompt, the messages and the settings."""
 
 import json
 import re
@@ -17,7 +17,7 @@ _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class SavedConversation(NamedTuple):
-    """What a file holds; `turns` are pairs of the user's message and its reply."""
+    """The content of a file; `turns` are pairs of the user's message and its reply."""
 
     system: str | None
     turns: list[tuple[str, str]]
@@ -25,14 +25,14 @@ class SavedConversation(NamedTuple):
 
 
 def dump(system: str | None, messages: Sequence[Mapping[str, str]], settings: Mapping[str, Any]) -> str:
-    """JSON text of a conversation whose `messages` are user and assistant by turns."""
+    """JSON text of a conversation; `messages` alternate between user and assistant."""
     content = {"format": FORMAT, "version": VERSION, "system": system, "messages": messages, "settings": settings}
-    # A terminal that is not UTF-8, or escapes in JSON, bring lone surrogates, which no file takes (nor the tokenizer).
+    # Lone surrogates, from a terminal that is not UTF-8 or from escapes in JSON, cannot be encoded as UTF-8.
     return _LONE_SURROGATE.sub("\ufffd", json.dumps(content, ensure_ascii=False, indent=2)) + "\n"
 
 
 def load(text: str, source: str) -> SavedConversation:
-    """Read what `dump` wrote. Raises `UserError`, one line that names `source` and what is wrong in it."""
+    """Parse the text that `dump` wrote. Raises `UserError`, one line with `source` and the fault."""
     content = parse_json(text, source)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise UserError(f'{source} is not a saved conversation: it has no "format": "{FORMAT}"')
@@ -61,20 +61,20 @@ def _turns(messages: Any, source: str) -> list[tuple[str, str]]:
 
 
 def read_settings(settings: Any, source: str) -> dict[str, Any]:
-    """Options of `generate`, checked as it would check them."""
+    """Validate `settings`, options of `generate`. Raises `UserError`, as `generate` would for their values."""
     if not isinstance(settings, dict):
         raise UserError(f"{source}: settings is {type(settings).__name__}; it must be an object")
-    sampling = {each.name for each in fields(Sampling)}
+    sampling = {field.name for field in fields(Sampling)}
     unknown = settings.keys() - sampling - {"max_tokens", "stop"}
     if unknown:
         raise UserError(f"{source}: there is no setting {min(unknown)!r}")
     if "logit_bias" in settings:
         settings["logit_bias"] = _with_ids(settings["logit_bias"], source)
-    stop, most = settings.get("stop", []), settings.get("max_tokens", 1)
+    stop, max_tokens = settings.get("stop", []), settings.get("max_tokens", 1)
     if not isinstance(stop, list) or not all(isinstance(text, str) and text for text in stop):
         raise UserError(f"{source}: stop must be a list of texts")
-    if most is not None and (type(most) is not int or most < 1):  # true is an int too
-        raise UserError(f"{source}: max_tokens is {most!r}; it must be a whole number of at least 1, or null")
+    if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):  # a bool is an int too
+        raise UserError(f"{source}: max_tokens is {max_tokens!r}; it must be a whole number of at least 1, or null")
     try:
         Sampling(**{name: value for name, value in settings.items() if name in sampling})
     except UserError as error:
@@ -83,14 +83,14 @@ def read_settings(settings: Any, source: str) -> dict[str, Any]:
 
 
 def _with_ids(bias: Any, source: str) -> dict[int, Any]:
-    """JSON has only text for keys."""
+    """`logit_bias` with its keys as ids, since JSON keys are strings."""
     if not isinstance(bias, dict) or not all(token.isdecimal() for token in bias):
         raise UserError(f"{source}: logit_bias must be an object of token ids and numbers")
     return {int(token): value for token, value in bias.items()}
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write the whole file or nothing. Raises `UserError` rather than replace what is not a saved conversation."""
+    """Write the file atomically. Raises `UserError` rather than overwrite a file that is not a saved conversation."""
     try:
         if path.exists():
             _check_saved(path)

@@ -1,4 +1,4 @@
-"""What stands at the start of every prompt: the system prompt and the header of the user's message."""
+"""The system prefix: the ids that every prompt begins with, of the system prompt and the user message's header."""
 
 from dataclasses import replace
 
@@ -8,8 +8,8 @@ from mlx_llama3.model.cache.settings import CacheSettings
 from mlx_llama3.tokenizer.tokenizer import Tokenizer
 
 
-def prompt_head(tokenizer: Tokenizer, system: str | None) -> list[int]:
-    """The ids with which every chat under this system prompt begins, one that the template brings along included.
+def system_prefix(tokenizer: Tokenizer, system: str | None) -> list[int]:
+    """The ids that every chat with this system prompt begins with, including a template's default system prompt.
 
     Raises `PromptError` as `Tokenizer.encode_chat` does.
     """
@@ -18,17 +18,17 @@ def prompt_head(tokenizer: Tokenizer, system: str | None) -> list[int]:
     return first[: common_length(first, second)]
 
 
-def keep_head(settings: CacheSettings, tokenizer: Tokenizer, system: str | None) -> CacheSettings:
-    """`settings`, with a window (if they ask for one) that never loses the system prompt.
+def keep_system_prefix(settings: CacheSettings, tokenizer: Tokenizer, system: str | None) -> CacheSettings:
+    """`settings` with `kv_keep` raised to the length of the system prefix, so that a window always keeps it.
 
     Raises `UserError` if the window is too small for it.
     """
     if settings.max_kv_size is None:
         return settings
-    head = len(prompt_head(tokenizer, system))
-    if head >= settings.max_kv_size:
+    length = len(system_prefix(tokenizer, system))
+    if length >= settings.max_kv_size:
         raise UserError(
-            f"the system prompt takes {head} tokens, and the cache holds {settings.max_kv_size}; shorten the one, "
-            "or have the other hold more"
+            f"the system prompt takes {length} tokens, and the cache holds {settings.max_kv_size}; shorten the prompt, "
+            "or enlarge the cache"
         )
-    return replace(settings, kv_keep=max(head, settings.kv_keep))
+    return replace(settings, kv_keep=max(length, settings.kv_keep))

@@ -1,4 +1,4 @@
-"""Conversations with a tiny random model and the demo model's tokenizer: what is fed, kept, dropped and refused."""
+"""Conversations with a tiny random model and the demo model's tokenizer: prefill, replies, dropped turns, errors."""
 
 import json
 import re
@@ -8,7 +8,7 @@ import pytest
 from watched_model import WatchedModel
 
 from mlx_llama3.conversation.conversation import ContextFull, Conversation
-from mlx_llama3.conversation.system_prefix import keep_head, prompt_head
+from mlx_llama3.conversation.system_prefix import keep_system_prefix, system_prefix
 from mlx_llama3.errors import UserError
 from mlx_llama3.model.cache.prefix import PrefixCache
 from mlx_llama3.model.cache.settings import CacheSettings
@@ -33,14 +33,14 @@ def chat(model, tokenizer) -> Conversation:
 
 
 def say(conversation: Conversation, text: str, reply: str, ends: bool = True, **options) -> list:
-    """One turn whose reply is told to the model; with the end-of-turn token if it is to stop by itself."""
+    """One turn in which the model generates `reply`, and the end-of-turn token if `ends`."""
     ids = conversation.tokenizer.encode(reply)
     conversation.model.replies = [ids + [conversation.tokenizer.special_tokens["<|im_end|>"]] if ends else ids]
     return list(conversation.send(text, **options))
 
 
 def expected_ids(conversation: Conversation) -> list[int]:
-    """The conversation so far as the chat template has it, up to the end of the last reply's content."""
+    """The chat template's ids of the conversation, up to the end of the last reply's content."""
     ids = conversation.tokenizer.encode_chat(conversation.messages, add_generation_prompt=False)
     end = conversation.tokenizer.encode("\n", allow_special=True)
     assert ids[-len(end) - 1] == conversation.tokenizer.special_tokens["<|im_end|>"]
@@ -55,7 +55,7 @@ def test_a_turn_costs_only_its_new_tokens(chat, model, tokenizer, stop_id) -> No
     assert steps[-1].token == stop_id and steps[-1].finish_reason == "stop"
     say(chat, "Thanks!", "You are welcome.")
     after = [len(tokenizer.encode_after_reply(chat.messages[: 2 * n])) for n in (2, 3)]
-    # The end-of-turn token was chosen but not fed, unless the next step was queued already.
+    # The end-of-turn token is not in the cache, unless the next step was queued already.
     assert [n - m for n, m in zip(after, model.prompts[1:], strict=True)] in ([0, 0], [1, 1])
     assert max(after) < len(first)
     assert chat.fed == model.prompts[-1]
@@ -127,7 +127,7 @@ def test_an_answer_left_half_read_is_settled_by_whatever_comes_next(chat, model,
     assert len(chat.messages) == 5
 
 
-def test_bytes_that_were_not_shown_are_not_kept(chat, model, tokenizer) -> None:
+def test_bytes_of_an_incomplete_character_are_not_part_of_the_reply(chat, model, tokenizer) -> None:
     hi, emoji = tokenizer.encode("Hi "), tokenizer.encode("🙂")
     assert len(emoji) > 1
     model.replies = [hi + emoji]
@@ -141,7 +141,7 @@ def test_bytes_that_were_not_shown_are_not_kept(chat, model, tokenizer) -> None:
     steps = chat.send("Smile!")
     assert next(steps).text == ""
     steps.close()
-    assert len(chat.messages) == 3  # nothing was shown, so the turn never happened
+    assert len(chat.messages) == 3  # no text, so the turn is discarded
     assert_next_is_that_of_a_fresh_pass(chat, "Go on")
 
 
@@ -169,7 +169,7 @@ def test_retry_feeds_one_token_and_replaces_the_reply(chat, model) -> None:
     assert chat.ids == expected_ids(chat)
 
 
-def test_a_retry_that_says_nothing_keeps_the_old_reply(chat, model, stop_id) -> None:
+def test_a_retry_without_text_keeps_the_old_reply(chat, model, stop_id) -> None:
     say(chat, "One?", "first")
     model.replies = [[stop_id]]
     list(chat.retry())
@@ -186,7 +186,7 @@ def test_undo_and_reset(chat, model) -> None:
     assert chat.messages == [{"role": "system", "content": "Be brief."}]
     assert chat.used == 0
     say(chat, "Ten?", "tenth")
-    # The system prompt and the header of the first message are still there.
+    # The system prompt and the header of the first message are still in the cache.
     assert model.prompts[-1] < len(chat.tokenizer.encode_chat(chat.messages[:2])) - 5
     for act in (chat.undo, chat.undo):
         if chat.used:
@@ -232,13 +232,13 @@ def test_a_system_prompt_that_is_longer_than_the_window_changes_nothing(model, t
 
 def test_the_window_of_an_adopted_cache_keeps_no_more_than_the_new_system_prompt(model, tokenizer) -> None:
     long = "Be brief. " * 9
-    settings = keep_head(CacheSettings(max_kv_size=64), tokenizer, long)
-    held = PrefixCache(model.make_cache(settings), settings)
+    settings = keep_system_prefix(CacheSettings(max_kv_size=64), tokenizer, long)
+    cache = PrefixCache(model.make_cache(settings), settings)
     chat = Conversation(model, tokenizer, system=long)
-    chat.adopt(held)
-    assert chat.cache[0].window.keep == len(prompt_head(tokenizer, long))
+    chat.adopt(cache)
+    assert chat.cache[0].window.keep == len(system_prefix(tokenizer, long))
     chat.system = "Be brief."
-    assert chat.cache[0].window.keep == len(prompt_head(tokenizer, "Be brief."))
+    assert chat.cache[0].window.keep == len(system_prefix(tokenizer, "Be brief."))
     assert chat.cache[0].window.max_size == 64
 
 
@@ -252,7 +252,7 @@ def test_setting_the_system_prompt_settles_an_answer_left_half_read(chat, model,
     assert chat.ids == expected_ids(chat)
 
 
-def test_nothing_happens_when_a_message_is_refused(chat, model) -> None:
+def test_a_refused_message_changes_nothing(chat, model) -> None:
     say(chat, "One?", "first")
     before = chat.messages, chat.ids
     with pytest.raises(UserError, match="empty"):
@@ -271,7 +271,7 @@ def test_settings_hold_for_every_turn_and_options_for_one(model, tokenizer) -> N
     assert len(list(chat.retry())) == 3
 
 
-def test_the_repetition_penalty_knows_the_whole_conversation(chat, model, tokenizer) -> None:
+def test_the_repetition_penalty_counts_the_whole_conversation(chat, model, tokenizer) -> None:
     say(chat, "One?", "zebra")
     zebra = tokenizer.encode("zebra")
     model.replies = [zebra]
@@ -320,7 +320,7 @@ def test_rolling_keeps_the_system_prompt_and_the_last_message(model, tokenizer) 
         if chat.dropped:
             rolls.append(number)
             assert chat.dropped % 2 == 0
-            assert chat.fed > 20  # what is left is fed again, from the system prompt on
+            assert chat.fed > 20  # all after the system prompt is prefilled again
             assert chat.used <= chat.capacity
         assert chat.messages[0] == {"role": "system", "content": "Be brief."}
         assert chat.messages[-2]["content"] == f"Question {number}?"
@@ -359,7 +359,7 @@ def test_saved_and_loaded(chat, model, tokenizer) -> None:
     assert_next_is_that_of_a_fresh_pass(loaded, "Go on")
 
 
-def test_what_is_no_unicode_can_be_saved(chat, model, tokenizer) -> None:
+def test_lone_surrogates_can_be_saved(chat, model, tokenizer) -> None:
     say(chat, "caf\udce9 \ud800", "Oui.")
     text = chat.to_json()
     assert text.encode("utf-8")

@@ -1,4 +1,4 @@
-"""Prompt caches in files: what is loaded goes on as what was saved; what does not belong to the model is refused."""
+"""Prompt caches: a loaded one gives the same logits as the saved one, and one of another model is refused."""
 
 import json
 
@@ -31,31 +31,31 @@ def settings(request) -> CacheSettings:
     return request.param
 
 
-def held_cache(model, settings=None) -> PrefixCache:
+def filled_cache(model, settings=None) -> PrefixCache:
     settings = settings or CacheSettings()
-    held = PrefixCache(model.make_cache(settings), settings)
-    mx.eval(prefill(model, IDS, held.layers))
-    held.set_ids(IDS)
-    return held
+    cache = PrefixCache(model.make_cache(settings), settings)
+    mx.eval(prefill(model, IDS, cache.layers))
+    cache.set_ids(IDS)
+    return cache
 
 
 @pytest.fixture
 def file(model, llama31, tmp_path):
     path = tmp_path / "c.safetensors"
-    prompt_cache.save(path, held_cache(model), model, llama31, name="tiny")
+    prompt_cache.save(path, filled_cache(model), model, llama31, name="tiny")
     return path
 
 
 @pytest.mark.parametrize("agrees", [300, 297, 150])
 def test_goes_on_as_if_never_saved(model, llama31, tmp_path, settings, agrees):
-    """Bitwise: the next logits from the file, from the cache that was saved, where the prompt parts from it or not."""
-    path, held = tmp_path / "c.safetensors", held_cache(model, settings)
-    prompt_cache.save(path, held, model, llama31, name="tiny")
+    """The next logits with the loaded and the saved cache agree bitwise, for prompts that extend it or branch off."""
+    path, saved = tmp_path / "c.safetensors", filled_cache(model, settings)
+    prompt_cache.save(path, saved, model, llama31, name="tiny")
     loaded = prompt_cache.load(path, model, llama31)
     assert loaded.ids == IDS and loaded.settings == settings
     new = [*IDS[:agrees], 301, 302, 303]
     logits = []
-    for cache in (held, loaded):
+    for cache in (saved, loaded):
         rest = cache.reuse(new)
         logits.append(np.array(model(mx.array([rest]), len(cache.ids), cache.layers)))
     np.testing.assert_array_equal(*logits)
@@ -64,8 +64,8 @@ def test_goes_on_as_if_never_saved(model, llama31, tmp_path, settings, agrees):
 def test_used_twice_the_file_stays_as_it_is(model, llama31, file):
     before = file.read_bytes()
     for _ in range(2):
-        held = prompt_cache.load(file, model, llama31)
-        mx.eval(model(mx.array([[1]]), len(IDS), held.layers))
+        loaded = prompt_cache.load(file, model, llama31)
+        mx.eval(model(mx.array([[1]]), len(IDS), loaded.layers))
     assert file.read_bytes() == before
 
 
@@ -87,7 +87,7 @@ def test_another_model_or_tokenizer_is_refused(model, llama31, llama30, file, tm
 
 
 def test_damage_is_refused(model, llama31, file):
-    """A bit anywhere: in the length, the header, or the data; and any end that is missing or too much."""
+    """A flipped bit in the length, the header or the data, and missing or extra bytes at the end."""
     whole = file.read_bytes()
     header = 8 + int.from_bytes(whole[:8], "little")
     random = np.random.default_rng(0)
@@ -100,7 +100,7 @@ def test_damage_is_refused(model, llama31, file):
             loaded = prompt_cache.load(file, model, llama31)
         except UserError as error:
             assert "make it anew" in str(error) and "\n" not in str(error)
-        else:  # only where the header's text allows it: the model's name, a space
+        else:  # only where the header tolerates it: the model's name, a space
             assert place < header
             assert loaded.ids == IDS
     for content in (whole[:-1], whole + b"x", whole[: header + 5], whole[:100], whole[:5], b""):
@@ -118,10 +118,10 @@ def test_what_is_no_prompt_cache(model, llama31, tmp_path):
     with pytest.raises(UserError, match="not a prompt cache"):
         prompt_cache.load(path, model, llama31)
     with pytest.raises(UserError, match="is there and is no whole prompt cache; choose another name"):
-        prompt_cache.save(path, held_cache(model), model, llama31, name="tiny")
+        prompt_cache.save(path, filled_cache(model), model, llama31, name="tiny")
     assert path.read_bytes() == before
     with pytest.raises(UserError, match="there is no folder"):
-        prompt_cache.save(tmp_path / "no" / "c.safetensors", held_cache(model), model, llama31, name="tiny")
+        prompt_cache.save(tmp_path / "no" / "c.safetensors", filled_cache(model), model, llama31, name="tiny")
 
 
 def test_newer_versions_are_refused(model, llama31, file, monkeypatch):
@@ -136,6 +136,6 @@ def test_fingerprints(tmp_path, llama31, llama30):
     assert json.loads((packed / "config.json").read_text())["quantization"]
     expanded = load_model(packed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu, "expand", lambda *_: None)
+        patch.setattr(cpu, "use_tiled_layers", lambda *_: None)
         assert model_fingerprint(load_model(packed)) == model_fingerprint(expanded)
     assert tokenizer_fingerprint(llama31) != tokenizer_fingerprint(llama30)
