@@ -13,7 +13,7 @@ help:
 	@echo "make chat          chat with the demo model; ARGS=\"--model llama3.2-1b\" for another"
 	@echo "make app           the desktop UI with the demo model; ARGS as above"
 	@echo "make test          all tests"
-	@echo "make lint          ruff's checks and format"
+	@echo "make lint          ruff's checks and format, and the types of all signatures (mypy)"
 	@echo "make bench         speed and memory beside mlx-lm, llama.cpp and transformers; ledger of the kernels (an hour)"
 	@echo "make bench-convert memory and speed of the converter beside mlx-lm (minutes, 20 GB of disk)"
 	@echo "make fuzz          100,000 damaged files for each reader of checkpoints"
@@ -35,6 +35,7 @@ test: lint
 lint: .venv/installed-test
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
+	@$(BIN)/mypy
 
 bench: .venv/installed-peers
 	@$(BIN)/python benchmarks/startup.py 1
@@ -72,5 +73,5 @@ test-peers: .venv/installed-peers
 	@touch $@ .venv/installed .venv/installed-test
 
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from mlx_llama3_main import OwnFolders
+
 ROOT = Path(__file__).parents[1]
 HEAVY = {"mlx", "numpy", "huggingface_hub", "tiktoken", "jinja2", "prompt_toolkit", "tqdm", "safetensors", "gradio"}
 
@@ -91,3 +93,23 @@ def test_make_chat_without_a_suitable_python_says_how_to_get_one(installed):
     assert "needs Python 3.11 or newer" in done.stderr
     assert "brew install python" in done.stderr and "apt install python3 python3-venv" in done.stderr
     assert not (installed / ".venv").exists()
+
+
+@pytest.mark.parametrize("command", [["-m", "mlx_llama3"], ["-m", "mlx_llama3_main", "app.cli"]])
+def test_files_of_a_person_do_not_stand_in_for_the_program(tmp_path, command):
+    for name in ("app.py", "convert.py"):
+        (tmp_path / name).write_text("raise SystemExit('the file of a person was run')\n")
+    done = subprocess.run(
+        [sys.executable, *command, "convert", str(tmp_path / "absent"), str(tmp_path / "target")],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"error: {tmp_path / 'absent'}: ")
+
+
+def test_the_door_finds_its_folders_where_it_lies():
+    assert OwnFolders.find_spec("app").origin == str(ROOT / "app" / "__init__.py")
+    assert OwnFolders.find_spec("apple") is None

@@ -1,4 +1,4 @@
-"""`mlx-llama3 bench`: rounds of workers in turns, and what they found as a table and as JSON."""
+"""`mlx-llama3 bench`: alternating rounds of worker processes, and their readings as a table and as JSON."""
 
 import argparse
 import json
@@ -22,7 +22,7 @@ MEASURED = ("prefill", "decode")
 
 
 def bench(args: argparse.Namespace) -> None:
-    """Measure what the options of `bench_command` say, print the table, write the JSON. Raises `UserError`."""
+    """Measure as the options of `commands/bench.py` request, print the table, write the JSON. Raises `UserError`."""
     if args.json:
         check_place(args.json)
     machine = this_machine()
@@ -31,17 +31,17 @@ def bench(args: argparse.Namespace) -> None:
     tokens = args.tokens or (128 if machine.metal else 32)
     engines = [OURS] + ([THEIRS] if mlx_lm_version() and not args.no_mlx_lm else [])
     results = _rounds(engines, folder, prompt, tokens, args.rounds)
-    asked = {"name": title, "prompt": prompt, "tokens": tokens, "rounds": args.rounds}
-    found = summary(results, machine, asked, None if machine.bandwidth else copy_speed())
+    request = {"name": title, "prompt": prompt, "tokens": tokens, "rounds": args.rounds}
+    report = summary(results, machine, request, None if machine.bandwidth else copy_speed())
     try:
         if args.json:
-            _write(args.json, found)
-    finally:  # neither a full disk nor a reader that has left costs the other what minutes have found
-        print("\n".join(lines(found)))
+            _write(args.json, report)
+    finally:  # readings take minutes: a file that cannot be written must not lose the table
+        print("\n".join(lines(report)))
 
 
 def _rounds(engines: list[str], folder: Path, prompt: int, tokens: int, rounds: int) -> dict[str, list[dict[str, Any]]]:
-    """What the worker of each engine says in each round; each engine comes first in every other round."""
+    """The results of each engine's worker, one per round; the order of the engines is reversed in every other round."""
     results: dict[str, list[dict[str, Any]]] = {engine: [] for engine in engines}
     for number in range(rounds):
         for engine in engines if number % 2 == 0 else engines[::-1]:
@@ -57,12 +57,12 @@ def _rounds(engines: list[str], folder: Path, prompt: int, tokens: int, rounds: 
     return results
 
 
-def _work(engine: str, words: list[str]) -> dict[str, Any] | None:
-    """What one worker found; None for mlx-lm if it fails, which may not know a model that runs here."""
-    command = [sys.executable, "-m", "app.machine.bench_worker", engine, *words]
+def _work(engine: str, arguments: list[str]) -> dict[str, Any] | None:
+    """The result of one worker; None if mlx-lm's fails, which may not support a model that runs here."""
+    command = [sys.executable, "-m", "mlx_llama3_main", "app.machine.bench_worker", engine, *arguments]
     run = subprocess.run(command, capture_output=True, text=True)
     if engine == OURS and run.returncode == 0:
-        sys.stderr.write(run.stderr)  # what the log says of kernels that were tried
+        sys.stderr.write(run.stderr)  # the log of the kernels' trials
     if run.returncode == 0:
         return json.loads(run.stdout.splitlines()[-1])
     if engine == THEIRS:
@@ -75,74 +75,76 @@ def _work(engine: str, words: list[str]) -> dict[str, Any] | None:
 
 
 def summary(
-    results: dict[str, list[dict[str, Any]]], machine: Machine, asked: dict[str, Any], copy: float | None
+    results: dict[str, list[dict[str, Any]]], machine: Machine, request: dict[str, Any], copy: float | None
 ) -> dict[str, Any]:
     """Medians, bandwidths and ratios of the rounds, with all readings.
 
-    copy: 10**9 bytes a second of a plain copy, where the chip's bandwidth is not known.
+    copy: the bandwidth of a plain copy in 10**9 bytes per second, if the chip's is not known.
     """
     ours = results[OURS][0]
-    # Half of what is decoded is in the cache when the average token comes.
-    cache = ours["cache"] * (asked["prompt"] + asked["tokens"] / 2)
-    ways: dict[str, dict[str, Any]] = {}
+    # The average decoded token reads a cache of the prompt and half of the decoded tokens.
+    cache = ours["cache"] * (request["prompt"] + request["tokens"] / 2)
+    variants: dict[str, dict[str, Any]] = {}
     for rounds in results.values():
-        for way, weights in rounds[0]["weights"].items():
-            each_round = [_medians(each["readings"][way]) for each in rounds]
-            medians = _medians(each_round)
+        for variant, weights in rounds[0]["weights"].items():
+            by_round = [_medians(result["readings"][variant]) for result in rounds]
+            medians = _medians(by_round)
             read = (weights + cache) * medians["decode"] / 1e9
             share = read / (machine.bandwidth or copy or read)
-            readings = [reading for each in rounds for reading in each["readings"][way]]
-            ways[way] = medians | {"GB/s": read, "share": share, "rounds": each_round, "readings": readings}
+            readings = [reading for result in rounds for reading in result["readings"][variant]]
+            variants[variant] = medians | {"GB/s": read, "share": share, "rounds": by_round, "readings": readings}
     return {
         "machine": asdict(machine),
-        "model": asked | {"matrices": ours["matrices"], "kernels": ours["kernels"]},
+        "model": request | {"matrices": ours["matrices"], "kernels": ours["kernels"]},
         "copy": copy,
-        "ways": ways,
-        "ratios": _ratios(ways),
+        "ways": variants,
+        "ratios": _ratios(variants),
     }
 
 
 def _medians(readings: list[dict[str, float]]) -> dict[str, float]:
-    return {what: median(reading[what] for reading in readings) for what in MEASURED}
+    return {name: median(reading[name] for reading in readings) for name in MEASURED}
 
 
-def _ratios(ways: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """How many times as fast the first of the ways is, as the median of the rounds' own ratios: the machine's drift
-    cancels out."""
-    first = KERNELS if KERNELS in ways else OURS
+def _ratios(variants: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """The speed of this project over that of each other variant.
+
+    It is the median of the ratios within a round, in which the machine's drift cancels out.
+    """
+    first = KERNELS if KERNELS in variants else OURS
     ratios: dict[str, dict[str, float]] = {}
-    for way in ways:
-        if way != first:
-            pairs = list(zip(ways[first]["rounds"], ways[way]["rounds"], strict=True))
-            ratios[f"{first} / {way}"] = {what: median(a[what] / b[what] for a, b in pairs) for what in MEASURED}
+    for other in variants:
+        if other != first:
+            pairs = list(zip(variants[first]["rounds"], variants[other]["rounds"], strict=True))
+            ratios[f"{first} / {other}"] = {name: median(a[name] / b[name] for a, b in pairs) for name in MEASURED}
     return ratios
 
 
-def lines(found: dict[str, Any]) -> Iterator[str]:
-    """The table."""
-    machine, model = found["machine"], found["model"]
+def lines(report: dict[str, Any]) -> Iterator[str]:
+    """The lines of the table; report: from `summary`."""
+    machine, model = report["machine"], report["model"]
     yield f"{model['name']} on {machine['chip']}: {model['prompt']} tokens read, {model['tokens']} written, tokens/s"
-    limit = found["machine"]["bandwidth"] or found["copy"]
+    limit = machine["bandwidth"] or report["copy"]
     of = f"of {limit:.0f} GB/s"
     yield f"{'':24}{'read':>10}{'written':>10}{'GB/s':>10}{of:>16}"
-    for way, each in found["ways"].items():
-        name = f"{way} {machine['mlx_lm']}" if way == THEIRS else way
-        yield f"{name:24}{each['prefill']:10.1f}{each['decode']:10.1f}{each['GB/s']:10.1f}{each['share']:16.0%}"
-    for name, each in found["ratios"].items():
-        yield f"{name:24}{each['prefill']:10.2f}{each['decode']:10.2f}"
-    yield from _notes(found)
+    for variant, row in report["ways"].items():
+        name = f"{variant} {machine['mlx_lm']}" if variant == THEIRS else variant
+        yield f"{name:24}{row['prefill']:10.1f}{row['decode']:10.1f}{row['GB/s']:10.1f}{row['share']:16.0%}"
+    for name, ratio in report["ratios"].items():
+        yield f"{name:24}{ratio['prefill']:10.2f}{ratio['decode']:10.2f}"
+    yield from _notes(report)
 
 
-def _notes(found: dict[str, Any]) -> Iterator[str]:
-    yield "GB/s: weights and cache that a written token reads. Medians of readings in turns."
-    if found["copy"]:
-        yield f"{found['copy']:.0f} GB/s is what a plain copy moves here: no specification of this chip is known."
-    if KERNELS not in found["ways"]:
-        yield "No fused kernel serves here; `mlx-llama3 doctor` says why."
+def _notes(report: dict[str, Any]) -> Iterator[str]:
+    yield "GB/s: bytes of weights and cache that decoding reads. All figures are medians of alternating rounds."
+    if report["copy"]:
+        yield f"{report['copy']:.0f} GB/s is what a plain copy moves here: no specification of this chip is known."
+    if KERNELS not in report["ways"]:
+        yield "No fused kernel is in use here; `mlx-llama3 doctor` says why."
 
 
-def _write(path: Path, found: dict[str, Any]) -> None:
+def _write(path: Path, report: dict[str, Any]) -> None:
     try:
-        path.write_text(json.dumps(found, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(report, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise UserError(f"{path}: cannot be written: {error.strerror}") from error

@@ -1,9 +1,9 @@
 """One process of `mlx-llama3 bench`: loads a model in one engine, measures, prints a JSON object.
 
-A process of its own, because two copies of a large model would not fit, and because the BLAS that this project loads
-would serve mlx-lm too: nothing of the project is imported where mlx-lm is measured.
+Each engine runs in its own process, because two copies of a large model would not fit into memory, and because mlx-lm
+would otherwise use the BLAS that this project loads. The process that measures mlx-lm imports nothing of this project.
 
-    python -m app.machine.bench_worker ENGINE FOLDER PROMPT TOKENS REVERSED
+    python -m mlx_llama3_main app.machine.bench_worker ENGINE FOLDER PROMPT TOKENS REVERSED
 """
 
 import json
@@ -16,14 +16,14 @@ from typing import Any
 
 OURS, THEIRS = "mlx-llama3", "mlx-lm"
 KERNELS, REFERENCES = "kernels", "references"
-WARM = 4  # tokens
+WARM_UP = 4  # tokens
 
-# From the prompt's ids and a number of tokens to the tokens, greedy, through stop ids.
+# (prompt ids, number of tokens) -> the tokens, greedy; stop ids do not end it.
 Generate = Callable[[list[int], int], Iterator[int]]
 
 
 def main(argv: list[str]) -> int:
-    """Measure what the command line says. Exit code 2 for what the person can mend, told on standard error."""
+    """Run the measurement of the command line. A `UserError` is printed on standard error, with exit code 2."""
     engine, folder, length, count, reverse = argv[0], Path(argv[1]), int(argv[2]), int(argv[3]), argv[4] == "1"
     if engine == THEIRS:
         print(json.dumps(theirs(folder, length, count, reverse)))
@@ -39,9 +39,9 @@ def main(argv: list[str]) -> int:
 
 
 def ours(folder: Path, length: int, count: int, reverse: bool) -> dict[str, Any]:
-    """Readings of this project: with the kernels that serve the model here and without, or, where none does, as it is.
+    """Readings of this project with and without the fused kernels; without only if no kernel is in use here.
 
-    `weights` and `cache` are bytes: of the weights that a token needs, and of the cache a position.
+    In the result, `weights` is the bytes of weights that a token reads, `cache` the bytes of the cache per position.
     """
     from mlx_llama3.api import load_folder
     from mlx_llama3.autotune.trial import matrix_form
@@ -56,20 +56,20 @@ def ours(folder: Path, length: int, count: int, reverse: bool) -> dict[str, Any]
         raise UserError(f"--prompt {length} and --tokens {count} do not fit into the model's context of {context}")
     ban = {token: float("-inf") for token in tokenizer.stop_ids}
 
-    def tokens(ids: list[int], most: int) -> Iterator[int]:
-        return (step.token for step in generate(model, tokenizer, ids, max_tokens=most, logit_bias=ban))
+    def tokens(ids: list[int], max_tokens: int) -> Iterator[int]:
+        return (step.token for step in generate(model, tokenizer, ids, max_tokens=max_tokens, logit_bias=ban))
 
     kernels = asdict(model.kernels)
-    ways = {KERNELS: model.kernels, REFERENCES: REFERENCE} if model.kernels != REFERENCE else {OURS: REFERENCE}
+    variants = {KERNELS: model.kernels, REFERENCES: REFERENCE} if model.kernels != REFERENCE else {OURS: REFERENCE}
     prompt = _prompt(length, model.args.vocab_size)
-    readings: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
-    for way in _turns(list(ways), reverse):
-        model.use(ways[way])
-        readings[way].append(_measure(tokens, prompt, count))
+    readings: dict[str, list[dict[str, float]]] = {variant: [] for variant in variants}
+    for variant in _turns(list(variants), reverse):
+        model.use(variants[variant])
+        readings[variant].append(_measure(tokens, prompt, count))
     read = _weights(model, "output", "tok_embeddings")
     return {
         "readings": readings,
-        "weights": dict.fromkeys(ways, read),
+        "weights": dict.fromkeys(variants, read),
         "cache": bytes_a_token(model.args, model.norm.weight.dtype),
         "matrices": matrix_form(model.layers[0].attention.wo),
         "kernels": kernels,
@@ -77,33 +77,33 @@ def ours(folder: Path, length: int, count: int, reverse: bool) -> dict[str, Any]
 
 
 def theirs(folder: Path, length: int, count: int, reverse: bool) -> dict[str, Any]:
-    """As `ours`, of mlx-lm."""
+    """Readings of mlx-lm, as `ours`."""
     import mlx.core as mx
     from mlx_lm.generate import generate_step
     from mlx_lm.utils import load_model
 
     model, config = load_model(folder)
     if mx.default_device() == mx.cpu:
-        model.set_dtype(mx.float32)  # as stored, in 16 bits, it would be about a hundred times slower there
+        model.set_dtype(mx.float32)  # the stored 16-bit type is about a hundred times slower on a CPU
     mx.eval(model.parameters())
 
-    def tokens(ids: list[int], most: int) -> Iterator[int]:
-        return (int(token) for token, _ in generate_step(mx.array(ids), model, max_tokens=most))
+    def tokens(ids: list[int], max_tokens: int) -> Iterator[int]:
+        return (int(token) for token, _ in generate_step(mx.array(ids), model, max_tokens=max_tokens))
 
     prompt = _prompt(length, config["vocab_size"])
     readings = [_measure(tokens, prompt, count) for _ in _turns([THEIRS], reverse)]
     return {"readings": {THEIRS: readings}, "weights": {THEIRS: _weights(model, "lm_head", "embed_tokens")}}
 
 
-def _turns(ways: list[str], reverse: bool) -> list[str]:
-    """Each way twice, each first once: neither a drift of the clock rate nor what came before favours one."""
-    order = ways[::-1] if reverse else ways
+def _turns(variants: list[str], reverse: bool) -> list[str]:
+    """Each variant twice, in both orders, so that neither clock-rate drift nor the previous run favours one."""
+    order = variants[::-1] if reverse else variants
     return order + order[::-1]
 
 
 def _measure(tokens: Generate, prompt: list[int], count: int) -> dict[str, float]:
-    """Prompt tokens a second up to the first token, and tokens a second after it, once warm."""
-    for _ in tokens(prompt, WARM):
+    """Prompt tokens per second up to the first token, and tokens per second after it; a warm-up run comes first."""
+    for _ in tokens(prompt, WARM_UP):
         pass
     begin = time.perf_counter()
     stream = tokens(prompt, count + 1)
@@ -118,7 +118,7 @@ def _prompt(length: int, vocab_size: int) -> list[int]:
 
 
 def _weights(model: Any, head: str, embedding: str) -> int:
-    """Bytes of the weights that a token reads: of an embedding that is not the head as well, it reads one row."""
+    """Bytes of the weights that a token reads: all but an untied embedding, of which it reads one row."""
     from mlx.utils import tree_flatten
 
     sizes = {name: weight.nbytes for name, weight in tree_flatten(model.parameters())}

@@ -138,7 +138,7 @@ def _tokenizer_config(
     vocabulary: Vocabulary, chat_template: str | None, model_max_length: int | None
 ) -> dict[str, str | int | bool]:
     ends = {"bos_token": vocabulary.bos_id, "eos_token": next(iter(vocabulary.eos_ids), None)}
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    config: dict[str, str | int | bool] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     config |= {key: vocabulary.tokens[n].decode() for key, n in ends.items() if n is not None}
     config |= {} if model_max_length is None else {"model_max_length": model_max_length}
     return config if chat_template is None else config | {"chat_template": chat_template}

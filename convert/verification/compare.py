@@ -8,7 +8,7 @@ import numpy as np
 
 from convert.conversion.plan import PlanStep
 from convert.sources.source import Source, SourceTensor
-from mlx_llama3.checkpoint.folder import Quantization
+from mlx_llama3.checkpoint.quantization import Quantization
 
 import mlx.core as mx
 
@@ -129,7 +129,7 @@ def _beyond(target: SourceTensor, found: mx.array, expected: mx.array, start: in
         allowed = largest * _RELATIVE[quantization.mode] + (_NVFP4_FLOOR if quantization.mode == "nvfp4" else 0)
     else:
         allowed = _affine_bound(packed.scales, packed.biases, quantization.bits)
-    return mx.where(apart > 0, apart / allowed, 0).max().item()
+    return float(mx.where(apart > 0, apart / allowed, 0).max().item())
 
 
 def _affine_bound(scales: mx.array, biases: mx.array, bits: int) -> mx.array:

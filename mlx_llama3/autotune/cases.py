@@ -70,7 +70,7 @@ def _rope_qkv(model: "Transformer") -> Iterator[Case]:
                 (qkv,),
                 lambda qkv, rest=rest: rope_qkv.fused(qkv, *rest),
                 lambda qkv, rest=rest: rope_qkv.reference(qkv, *rest),
-                lambda inputs, outputs: (_concatenated(*outputs, inputs[0].shape),),
+                lambda inputs, outputs: (_concatenated(outputs[0], outputs[1], inputs[0].shape),),
                 qkv.dtype,
                 f"heads{rest[:2]}",
                 calls,

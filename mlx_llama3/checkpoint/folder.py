@@ -124,7 +124,7 @@ def _stored_shapes(name: str, shape: tuple[int, ...], quantization: Quantization
     module = name.removesuffix(".weight")
     rows, columns = shape
     grouped = (rows, columns // quantization.group_size)
-    shapes = {name: (rows, columns * quantization.bits // 32), f"{module}.scales": grouped}
+    shapes: dict[str, tuple[int, ...]] = {name: (rows, columns * quantization.bits // 32), f"{module}.scales": grouped}
     if quantization.mode == "affine":
         shapes[f"{module}.biases"] = grouped
     return shapes

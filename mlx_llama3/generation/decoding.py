@@ -52,8 +52,8 @@ class TokenChoice:
         top = None
         if self.top is not None:
             ids, values = self.top
-            top = list(zip(ids[0].tolist(), values[0].tolist(), strict=True))
-        return (None if self.logprob is None else self.logprob.item()), top
+            top = [(int(token), float(value)) for token, value in zip(ids[0].tolist(), values[0].tolist(), strict=True)]
+        return (None if self.logprob is None else float(self.logprob.item())), top
 
 
 def prefill(

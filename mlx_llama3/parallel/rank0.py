@@ -1,8 +1,8 @@
-"""Rank 0: runs the program as on one machine, and tells the other ranks of every pass before it queues its own part.
+"""Rank 0 runs the program as on one machine, and broadcasts every pass to the workers before it queues its own shard.
 
-What the others need is small: which model, which cache, where the pass begins, and the token ids, which go through
-`mx.distributed` inside the graph, so that a token need not be known to the host when its pass is queued. Rank 0 alone
-samples: the logits are the same bits on every rank only where all machines are alike.
+A message is small: the model, the cache and the start of the pass. The token ids are sent through `mx.distributed`
+inside the graph, so that a pass can be queued before the host knows its token. Only rank 0 samples, because the logits
+are bit-identical on all ranks only if all machines are alike.
 """
 
 import hashlib
@@ -38,20 +38,23 @@ import mlx.core as mx
 
 @cache
 def this_rank0() -> "Rank0 | None":
-    """This process as rank 0; None where there is one process only."""
+    """Rank 0 of this process; None if there is only one process."""
     return Rank0(world()) if launched() else None
 
 
 class Ticket:
-    """The number under which the other ranks know a model or a cache. `owner` is the cache's first layer."""
+    """The number of a model or a cache in the messages to the workers.
+
+    owner: the first layer of the cache. settings: of the cache. known: whether the workers have the cache.
+    """
 
     def __init__(self, number: int, owner: KVCache | None = None, settings: CacheSettings = DEFAULT) -> None:
-        self.number, self.settings, self.told = number, settings, False
+        self.number, self.settings, self.known = number, settings, False
         self.owner = None if owner is None else weakref.ref(owner)
 
 
 class Rank0:
-    """What rank 0 tells the others. `pipeline` chooses how models that are loaded from now on are split."""
+    """Loads and runs models on all ranks. `pipeline`: split the models that are loaded from now on by layers."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -61,27 +64,27 @@ class Rank0:
         self._broken = False
 
     def load(self, name: str, folder: Path) -> tuple[Transformer, Tokenizer]:
-        """As `api.load_folder`, a part on every rank; `name` is for ranks that do not have `folder`.
+        """As `api.load_folder`, with a shard on every rank; a worker without `folder` finds the model by `name`.
 
-        Raises `UserError` if one of them cannot load its part.
+        Raises `UserError` if a rank cannot load its shard.
         """
         read_settings(folder)
         tokenizer = load_tokenizer(folder)
         return self.load_model(name, folder), tokenizer
 
     def load_model(self, name: str, folder: Path) -> Transformer:
-        """As `load`, the model alone."""
+        """As `load`, without the tokenizer."""
         ticket = self._ticket()
         message = {"op": "load", "model": ticket.number, "pipeline": self.pipeline, "name": name}
         message |= {"folder": _portable(folder), "print": fingerprint(folder)}
         error, model = "", None
-        with self._telling(message):
+        with self._on_all_ranks(message):
             try:
                 model = load_shard(folder, self.world, pipeline=self.pipeline, rank0=self)
             except UserError as fault:
                 error = str(fault)
             error = self.world.agree(error)
-        if error:
+        if error or model is None:
             raise UserError(error)
         model._ticket = ticket
         return model
@@ -95,71 +98,74 @@ class Rank0:
         start_pos: int,
         cache: list[KVCache] | None,
     ) -> mx.array:
-        """`run(tokens, start_pos, cache)`, on all ranks. Queued before this returns, so that no rank waits in vain."""
-        if self.world.together:  # inside of a pass that the others know of
+        """`run(tokens, start_pos, cache)` on all ranks. The pass is queued before this returns, so no rank waits forever.
+
+        op: what a worker runs, "logits" or "residual". tokens: `(batch, positions)`.
+        """
+        if self.world.together:  # inside a pass that was broadcast
             return run(tokens, start_pos, cache)
         if tokens.ndim != 2:
             raise ValueError(f"tokens have shape {tokens.shape}, expected (batch, positions)")
         check_start(cache, start_pos, len(model.layers))
         message = {"op": op, "model": model._ticket.number, "shape": tokens.shape, "at": start_pos}
-        with self._telling(message | self._cache(cache, start_pos)):
+        with self._on_all_ranks(message | self._cache(cache, start_pos)):
             if cache is not None:
-                cache[0].ticket.told = True
+                cache[0].ticket.known = True
             out = plain(run(self.world.from_rank0(tokens.astype(mx.int32)), start_pos, cache))
             mx.async_eval(out)
         return out
 
     def run_head(self, run: Callable[[mx.array], mx.array], model: Transformer, x: mx.array) -> mx.array:
-        """`run(x)`, on all ranks; for a head that is split."""
+        """`run(x)` on all ranks, for a head that is split over them."""
         if self.world.together:
             return run(x)
         dtype = str(x.dtype).removeprefix("mlx.core.")
-        with self._telling({"op": "head", "model": model._ticket.number, "shape": x.shape, "dtype": dtype}):
+        with self._on_all_ranks({"op": "head", "model": model._ticket.number, "shape": x.shape, "dtype": dtype}):
             out = run(self.world.from_rank0(x))
             mx.async_eval(out)
         return out
 
     def register(self, cache: list[KVCache], settings: CacheSettings) -> list[KVCache]:
-        """A cache that is new here, which the others will make when they are told of it."""
+        """Give a new cache its ticket. The workers make their copy at its first pass."""
         cache[0].ticket = self._ticket(cache[0], settings)
         return cache
 
     def end(self) -> None:
-        """Let the other ranks end. Call once, when nothing else will be run."""
-        if self._broken:  # they wait in the middle of a pass, and will see that this process ends
+        """Let the workers end. Call it once, after the last pass."""
+        if self._broken:  # the workers wait inside a pass, and will notice that this process ends
             return
-        with self._telling({"op": "end"}):
-            self.world.connections.part(self.world.agree)
+        with self._on_all_ranks({"op": "end"}):
+            self.world.connections.finish(self.world.agree)
 
     def _cache(self, cache: list[KVCache] | None, start_pos: int) -> dict[str, Any]:
-        """How to find or make a cache, for a message. Raises `UserError` for one whose contents the others lack."""
+        """The part of a message that names a cache. Raises `UserError` if the workers lack the cache's contents."""
         if cache is None:
             return {}
         ticket, origin = getattr(cache[0], "ticket", None), {}
-        if ticket is None or (start_pos and not ticket.told):
+        if ticket is None or (start_pos and not ticket.known):
             raise UserError(
                 "the other ranks do not have this cache, which was read from a file or serves several answers; start "
                 "mlx-llama3 without mlx.launch"
             )
         if ticket.owner() is not cache[0]:  # `prefix` copied the layer, and with it the ticket
-            if ticket.told:
+            if ticket.known:
                 origin = {"of": ticket.number}
             ticket = cache[0].ticket = self._ticket(cache[0], ticket.settings)
-        if not ticket.told:
+        if not ticket.known:
             origin |= {"settings": asdict(ticket.settings)}
         return {"cache": ticket.number} | origin
 
     def _ticket(self, owner: KVCache | None = None, settings: CacheSettings = DEFAULT) -> Ticket:
         ticket = Ticket(next(self._numbers), owner, settings)
-        # When the last that uses it is gone, here, the others are told to drop theirs with the next message.
+        # When the model or cache is garbage-collected here, the next message makes the workers drop theirs.
         weakref.finalize(ticket, self._dropped.append, ticket.number).atexit = False
         return ticket
 
     @contextmanager
-    def _telling(self, message: dict[str, Any]) -> Iterator[None]:
-        """Tell the others, and run with them what they were told. Raises `UserError` if that has failed before."""
+    def _on_all_ranks(self, message: dict[str, Any]) -> Iterator[None]:
+        """Broadcast a message, then run its collectives in the block. Raises `UserError` if an earlier block failed."""
         if self._broken:
-            raise UserError("a pass has failed, and the other ranks wait in the middle of it; start all of them again")
+            raise UserError("a pass has failed, and the other ranks wait in the middle of it; start all ranks again")
         with _uninterrupted():
             dropped = [self._dropped.pop() for _ in range(len(self._dropped))]
             self.world.together = True
@@ -174,7 +180,7 @@ class Rank0:
 
 
 class _Rank0Model(Transformer):
-    """What both kinds of rank 0's part share: `_rank0` runs each pass on all ranks."""
+    """The base of both kinds of rank 0's shard: `_rank0` runs each pass on all ranks."""
 
     _rank0: Rank0
 
@@ -193,7 +199,7 @@ class _Rank0Model(Transformer):
 
 
 class Rank0Transformer(_Rank0Model):
-    """Rank 0's part of a model whose matrices are split."""
+    """Rank 0's shard of a model whose matrices are split."""
 
     def __init__(self, args: ModelArgs, rank0: Rank0) -> None:
         super().__init__(args)
@@ -207,26 +213,28 @@ class Rank0Transformer(_Rank0Model):
 
 
 class Rank0Pipeline(_Rank0Model, PipelineTransformer):
-    """Rank 0's layers of a model whose layers are split; the embedding and the head are whole."""
+    """Rank 0's layers of a model that is split by layers, with the whole embedding and head."""
 
-    def __init__(self, args: ModelArgs, part: PipelineShard, rank0: Rank0) -> None:
-        super().__init__(args, part)
+    def __init__(self, args: ModelArgs, shard: PipelineShard, rank0: Rank0) -> None:
+        super().__init__(args, shard)
         self._rank0 = rank0
 
 
 def load_shard(folder: Path, world: World, *, pipeline: bool, rank0: Rank0 | None = None) -> Transformer:
-    """This rank's part of a model, ready to run; on rank 0 as a model that leads. Raises `UserError` as `load_model`.
+    """Load this rank's shard of a model; on rank 0 (`rank0` given), its passes run on all ranks.
 
-    Fused kernels serve only where `MLX_LLAMA3_KERNELS` is fused: the trial that chooses them otherwise runs whole
-    passes, in which the other ranks would have to take part.
+    The fused kernels are used only if `MLX_LLAMA3_KERNELS` is "fused": their trials would run whole passes, in which all
+    ranks would have to take part.
+
+    Raises `UserError` as `load_model`.
     """
     fused = requested_kernels() == "fused"
     if pipeline:
-        made = None if rank0 is None else lambda args, part: Rank0Pipeline(args, part, rank0)
-        model = load_model(folder, part=PipelineShard(world, made))
+        make = None if rank0 is None else lambda args, shard: Rank0Pipeline(args, shard, rank0)
+        model = load_model(folder, part=PipelineShard(world, make))
     else:
-        made = None if rank0 is None else lambda args: Rank0Transformer(args, rank0)
-        model = load_model(folder, part=TensorShard(world, made))
+        make = None if rank0 is None else lambda args: Rank0Transformer(args, rank0)
+        model = load_model(folder, part=TensorShard(world, make))
     hold_wired(model)
     if fused:
         model.use(FUSED)
@@ -234,24 +242,24 @@ def load_shard(folder: Path, world: World, *, pipeline: bool, rank0: Rank0 | Non
 
 
 def fingerprint(folder: Path) -> str:
-    """What tells two models apart without reading their weights: the settings, and the sizes of the weight files."""
-    found = hashlib.sha256((folder / "config.json").read_bytes())
+    """A hash of config.json and of the names and sizes of the weight files, which tells models apart quickly."""
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
     for path in sorted(folder.glob("*.safetensors")):
-        found.update(f"{path.name} {path.stat().st_size}\n".encode())
-    return found.hexdigest()[:16]
+        digest.update(f"{path.name} {path.stat().st_size}\n".encode())
+    return digest.hexdigest()[:16]
 
 
 def _portable(folder: Path) -> str:
-    """A path that means the same for another user's home."""
+    """The path of a folder, with `~` for the home, which may differ on another machine."""
     folder = folder.absolute()
     return f"~/{folder.relative_to(Path.home())}" if folder.is_relative_to(Path.home()) else str(folder)
 
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Put off Ctrl-C: a pass that the others were told of must be queued as a whole."""
-    here = threading.current_thread() is threading.main_thread()
-    if not here or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+    """Defer Ctrl-C to the end of the block: a pass that was broadcast must be queued completely."""
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not in_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return
     pressed: list[int] = []

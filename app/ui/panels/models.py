@@ -19,6 +19,7 @@ from app.ui.session.failures import explained
 from app.ui.session.mlx_thread import Engine
 from app.ui.session.services import Services
 from mlx_llama3.errors import UserError
+from mlx_llama3.generation.speculative.speculation import Speculation
 
 import mlx.core as mx
 
@@ -111,7 +112,7 @@ class Loader:
         kind = "warning" if self._undrafted else "info"  # a warning is not cut off, however long it is
         return notice(f"loaded · {size(mx.get_active_memory())} of memory{self._undrafted}", kind)
 
-    def _fetch(self, name: str) -> Iterator[Row]:
+    def _fetch(self, name: str) -> Generator[Row, None, tuple[str, Path]]:
         """Find the model, downloading it if need be; returns its title and folder."""
         watch = Progress()
         finding = self._fetcher.submit(find_model, name, watch)
@@ -120,7 +121,7 @@ class Loader:
             yield gr.skip(), progress_bar(f"Fetching {name}{part}", watch.share)
         return finding.result()
 
-    def _read(self, title: str, folder: Path) -> Iterator[Row]:
+    def _read(self, title: str, folder: Path) -> Generator[Row, None, None]:
         """Load the model from its folder, and give it to all sessions."""
         engine, sessions = self._services.engine, self._services.sessions
         wanted, _ = engine.run(catalogue.needs, folder)
@@ -137,7 +138,7 @@ class Loader:
         draft = yield from self._read_draft(loading.result())
         engine.run(sessions.open_model, loading.result(), draft)
 
-    def _read_draft(self, opened: OpenModel) -> Iterator[Row]:
+    def _read_draft(self, opened: OpenModel) -> Generator[Row, None, Speculation | None]:
         """What drafts for a model; returns None, and notes why, where it cannot: the model is of use without."""
         self._undrafted = ""
         if self._draft is None:

@@ -208,7 +208,7 @@ class _Passes:
 
         The rejected tokens are trimmed from the cache.
         """
-        tokens = [choice.token.item() for choice in queued.choices]
+        tokens = [int(choice.token.item()) for choice in queued.choices]
         if queued.draft is None:
             return tokens, 0
         draft = queued.draft.tolist()
