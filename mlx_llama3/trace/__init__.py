@@ -1,6 +1,6 @@
-"""A look inside: live norms while generating, views on demand, what-if edits, saved traces.
+"""Interpretability: norms during generation, the state of any position, lenses, what-if edits, and saved traces.
 
-Every view is a wrapper around the modules of the one model, which is never changed and is not written twice.
+Every tool wraps the modules of the model; the model itself is not changed, and its code is not duplicated.
 
 trace = mlx_llama3.trace.run(model, tokenizer, ids, max_tokens=40, save=("residuals", "logits"))
 trace.save(Path("t.safetensors")); trace = mlx_llama3.trace.load_trace(Path("t.safetensors"))

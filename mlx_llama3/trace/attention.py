@@ -1,4 +1,4 @@
-"""Attention patterns. Fused attention gives no weights, so softmax(QK) is computed again for the layer asked for."""
+"""Attention patterns. Fused attention returns no weights, so softmax(QK) is computed again for the requested layer."""
 
 import numpy as np
 
@@ -9,7 +9,7 @@ import mlx.core as mx
 
 
 def attention_from(position: Position, layer: int) -> np.ndarray:
-    """How each head of `layer` looks back from `position`: float32 `(n_heads, T)`, keys from the cache."""
+    """The attention weights of each head of `layer` at `position`: float32 `(n_heads, T)`, with the cached keys."""
     position.model.need_whole()
     block = position.model.layers[layer]
     x = block.attention_norm(position.states["resid_pre"][layer][None, None])  # (1, 1, dim)
@@ -20,7 +20,7 @@ def attention_from(position: Position, layer: int) -> np.ndarray:
 
 
 def attention_pattern(model: Transformer, resid_pre: mx.array, layer: int) -> np.ndarray:
-    """The whole causal pattern of a layer, float32 `(n_heads, T, T)`, from its input `resid_pre` `(T, dim)`."""
+    """The causal attention pattern of a layer, float32 `(n_heads, T, T)`, from its input `resid_pre` `(T, dim)`."""
     model.need_whole()
     block, length = model.layers[layer], resid_pre.shape[0]
     freqs = model.rope.frequencies(0, length)
@@ -29,10 +29,10 @@ def attention_pattern(model: Transformer, resid_pre: mx.array, layer: int) -> np
 
 
 def _pattern(attention: Attention, queries: mx.array, keys: mx.array) -> mx.array:
-    """Causal softmax of scaled products, float32 `(B, n_heads, S, T)`; the last query stands at the last key."""
+    """Causal softmax of scaled products, float32 `(B, n_heads, S, T)`; the queries are the last S positions."""
     B, n_heads, S, head_dim = queries.shape
     T = keys.shape[2]
-    grouped = queries.reshape(B, attention.n_kv_heads, -1, S, head_dim)  # the heads that share a key
+    grouped = queries.reshape(B, attention.n_kv_heads, -1, S, head_dim)  # grouped by shared key head (GQA)
     scores = (grouped * attention.scale) @ keys[:, :, None].swapaxes(-1, -2)  # (B, n_kv_heads, group, S, T)
     visible = mx.arange(T) <= mx.arange(T - S, T)[:, None]
     scores = mx.where(visible, scores.astype(mx.float32), -mx.inf)

@@ -1,8 +1,8 @@
 """Direct logit attribution: how much each component of the residual stream adds to one token's logit.
 
-The final stream is a sum (embedding, every attention, every MLP), and with the final norm's scale frozen at its value
-the head is linear, so the logit is the sum of what each component gives (Elhage et al. 2021, "A mathematical framework
-for transformer circuits").
+The final residual stream is the sum of the embedding, every attention and every MLP. With the scale of the final norm
+frozen the head is linear, so the logit is the sum of the components' contributions (Elhage et al. 2021, "A mathematical
+framework for transformer circuits").
 """
 
 from dataclasses import dataclass
@@ -17,9 +17,9 @@ import mlx.core as mx
 
 @dataclass(frozen=True)
 class Attribution:
-    """Shares of a logit. embedding: float; attention, mlp: `(n_layers,)`; heads: `(n_layers, n_heads)`.
+    """Contributions to a logit. embedding: float; attention, mlp: `(n_layers,)`; heads: `(n_layers, n_heads)`.
 
-    `embedding + attention.sum() + mlp.sum() == logit`, and the heads of a layer sum to its attention, to rounding.
+    Up to rounding, `embedding + attention.sum() + mlp.sum() == logit`, and the heads of a layer sum to its attention.
     """
 
     logit: float
@@ -30,30 +30,30 @@ class Attribution:
 
 
 def attribute(position: Position, token: int) -> Attribution:
-    """What each component at `position` adds to the logit of `token` as the next one."""
+    """What each component at `position` adds to the logit of `token`."""
     direction = _direction(position, token)  # (dim,)
     states, model = position.states, position.model
     heads = []
     for layer, z in enumerate(states["z"]):
         attention = model.layers[layer].attention
-        # One row a head, all other heads zero, so that any kind of matrix (packed, quantized) can be asked.
-        alone = mx.eye(attention.n_heads, dtype=z.dtype)[:, :, None] * z.reshape(attention.n_heads, -1)
-        heads.append(attention.wo(alone.reshape(attention.n_heads, -1)) @ direction)
-    shares = {name: states[name].astype(mx.float32) @ direction for name in ("attn_out", "mlp_out")}
+        # One row per head, with all other heads zero: this works for any kind of `wo`, dense or quantized.
+        separate = mx.eye(attention.n_heads, dtype=z.dtype)[:, :, None] * z.reshape(attention.n_heads, -1)
+        heads.append(attention.wo(separate.reshape(attention.n_heads, -1)) @ direction)
+    branches = {name: states[name].astype(mx.float32) @ direction for name in ("attn_out", "mlp_out")}
     embedding = (states["resid_pre"][0].astype(mx.float32) * direction).sum()
     return Attribution(
         logit=position.logits[token].item(),
         embedding=embedding.item(),
-        attention=np.asarray(shares["attn_out"]),
-        mlp=np.asarray(shares["mlp_out"]),
+        attention=np.asarray(branches["attn_out"]),
+        mlp=np.asarray(branches["mlp_out"]),
         heads=np.asarray(mx.stack(heads)),
     )
 
 
 def promoted(position: Position, layer: int, branch: str, *, k: int = 10) -> tuple[np.ndarray, np.ndarray]:
-    """What a branch's update alone does to the logits: (ids, values) `(2k,)`, the k most promoted, then suppressed.
+    """The tokens that a branch's update alone promotes or suppresses most, with the final norm's scale frozen.
 
-    `branch` is "attn_out" or "mlp_out".
+    branch: "attn_out" or "mlp_out". Returns (ids, logits) `(2k,)`: the k most promoted, then the k most suppressed.
     """
     x, scale = position.states[branch][layer].astype(mx.float32), _frozen_scale(position)
     model = position.model
@@ -65,15 +65,15 @@ def promoted(position: Position, layer: int, branch: str, *, k: int = 10) -> tup
 
 
 def _frozen_scale(position: Position) -> mx.array:
-    """The factor that the final norm multiplied the stream by: 1 / rms, float32."""
+    """The final norm's scale at this position: 1 / rms, float32."""
     final = position.states["resid_post"][-1].astype(mx.float32)
     return mx.rsqrt((final * final).mean() + position.model.norm.eps)
 
 
 def _direction(position: Position, token: int) -> mx.array:
-    """The vector whose product with a component of the stream is what it adds to the token's logit, float32 `(dim,)`.
+    """The token's direction, float32 `(dim,)`: its dot product with a component is that component's contribution.
 
-    The head's row (the token's embedding when tied), scaled by the norm's gain and frozen scale.
+    It is the head's row (the token's embedding if tied), times the final norm's weight and frozen scale.
     """
     model = position.model
     head = model.tok_embeddings if model.args.tie_word_embeddings else model.output

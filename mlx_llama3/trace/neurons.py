@@ -1,4 +1,4 @@
-"""What the neurons of a SwiGLU layer do at one position: how many are active, and which most."""
+"""The neurons of a SwiGLU layer at one position: how many are active, and which most."""
 
 from dataclasses import dataclass
 
@@ -13,8 +13,8 @@ import mlx.core as mx
 class Neurons:
     """The `hidden_dim` products `silu(w1 x) * (w3 x)` of one layer at one position, before `w2`.
 
-    active: share of neurons whose gate is open (`w1 x > 0`), 0 to 1. ids, values: the `k` largest in magnitude, the
-    largest first, with their signed values. values_all: `(hidden_dim,)` float32.
+    active: fraction of neurons with a positive gate (`w1 x > 0`), 0 to 1. ids, values: `(k,)`, the neurons of largest
+    magnitude, largest first, and their signed values. values_all: `(hidden_dim,)` float32.
     """
 
     active: float

@@ -1,4 +1,4 @@
-"""One position of a sequence, looked at again: every state of its pass, from the cache of what came before."""
+"""`look`: run one position of a sequence again, from the cache of the positions before it, and capture its states."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,10 +14,10 @@ import mlx.core as mx
 
 @dataclass(frozen=True)
 class Position:
-    """What a position's pass went through. Arrays are `(n_layers, dim)`, `z` `(n_layers, n_heads * head_dim)`.
+    """The states of one position's forward pass.
 
-    `states` by TransformerLens's names: resid_pre, z (what the heads hand to `wo`), attn_out, resid_mid, mlp_out,
-    resid_post. `cache` holds the positions up to and including this one.
+    states: by TransformerLens's names: resid_pre, z (the heads' outputs, before `wo`), attn_out, resid_mid, mlp_out,
+    resid_post; `(n_layers, dim)`, z `(n_layers, n_heads * head_dim)`. cache: up to and including this position.
     """
 
     model: Transformer
@@ -27,21 +27,21 @@ class Position:
 
     @property
     def logits(self) -> mx.array:
-        """Of the next token, `(vocab,)`."""
+        """Logits of the next token, `(vocab,)`."""
         return self.model.head(self.states["resid_post"][-1])
 
 
 def look(model: Transformer, ids: Sequence[int], index: int, *, cache: list[KVCache] | None = None) -> Position:
-    """Run position `index` of `ids` again and keep its states.
+    """Run position `index` of `ids` again and capture its states.
 
     Args:
-        ids: the sequence; what follows `index` plays no part.
+        ids: the sequence; ids after `index` are not used.
         index: from 0; negative counts from the end.
-        cache: one that holds (at least) the positions before `index` of the same ids, as a conversation's does: then
-            this costs one decoded token. It is not changed. Without it the positions before are run first.
+        cache: one that contains at least the positions before `index` of the same ids, such as a conversation's. It
+            is not changed, and with it this costs one decoding step. Otherwise the positions before are run first.
 
     Raises:
-        UserError: there is no such position; the cache has a window, and positions have left it.
+        UserError: there is no such position; the cache has a window and has dropped positions.
     """
     if not -len(ids) <= index < len(ids):
         raise UserError(f"position {index} is not in a sequence of {len(ids)} tokens")
@@ -56,9 +56,9 @@ def look(model: Transformer, ids: Sequence[int], index: int, *, cache: list[KVCa
             mx.eval(prefill(model, ids[:index], before))
     states: dict[str, list[mx.array]] = {name: [] for name in NAMES}
 
-    def keep(_layer: int, name: str, value: mx.array) -> mx.array:
+    def store(_layer: int, name: str, value: mx.array) -> mx.array:
         states[name].append(value[0, 0])
         return value
 
-    tapped(model, keep).residual(mx.array([[ids[index]]]), index, before)
+    tapped(model, store).residual(mx.array([[ids[index]]]), index, before)
     return Position(model, index, {name: mx.stack(rows) for name, rows in states.items()}, before)

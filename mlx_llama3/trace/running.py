@@ -1,4 +1,4 @@
-"""One call from ids to a trace: generate, and keep what was asked for as NumPy arrays.
+"""`run`: generate from ids and return a trace, with the requested states as NumPy arrays.
 
 trace = mlx_llama3.trace.run(model, tokenizer, ids, max_tokens=40, save=("residuals", "attention"))
 trace.norm("mlp_out")[3, -1], trace.extra["attention/5"][2]
@@ -40,26 +40,26 @@ def run(
     on_step: Callable[[Step], None] | None = None,
     **options: Any,
 ) -> Trace:
-    """Continue `ids` and return the trace of prompt and answer, the answer's last token included.
+    """Continue `ids` and return the trace of prompt and answer, including the answer's last token.
 
     Args:
-        model: plain, or under what-if edits (`trace.edits.edited`).
+        model: the model, or an edited one (`trace.edited`).
         max_tokens: as for `generate`; 0 traces the prompt alone.
-        save: of `SAVE`. Norms are always there and come from the running pass. "residuals" is `resid_post`
-            `(L, T, dim)`, "logits" `(T, vocab)`, "attention" one `attention/N` `(n_heads, T, T)` a layer; all float32,
-            from one more pass over the finished sequence.
-        name: the model's, for the trace.
-        on_step: told of every step of the generation.
+        save: names from `SAVE`. Norms are always saved, and computed during generation. The others are float32, from
+            one more forward pass over the finished sequence: "residuals" is `resid_post` `(L, T, dim)`, "logits"
+            `(T, vocab)`, "attention" one `attention/N` `(n_heads, T, T)` a layer.
+        name: the model's name in the trace.
+        on_step: called with every step of the generation.
         **options: of `generate`: stop, temperature, seed, ...
 
     Raises:
-        UserError: what is asked for does not exist or does not fit into memory (before anything runs), or what
+        UserError: before anything runs, if `save` has an unknown name or the trace does not fit into memory; what
             `generate` raises.
     """
     wanted = _checked(save, max_tokens)
-    _check_room(model.args, min(len(ids) + max_tokens, model.args.max_seq_len), wanted)
+    _check_memory(model.args, min(len(ids) + max_tokens, model.args.max_seq_len), wanted)
     tokens, norms, reason = _generated(model, tokenizer, ids, max_tokens, prefill_chunk, on_step, options)
-    settings = {"prompt_tokens": len(ids), "max_tokens": max_tokens, "finish_reason": reason} | _plain(options)
+    settings = {"prompt_tokens": len(ids), "max_tokens": max_tokens, "finish_reason": reason} | _to_json(options)
     trace = Trace.empty(name, model.args.n_layers, settings)
     trace.extend(tokens, [piece(tokenizer, token) for token in tokens], norms)
     trace.extra = _extras(model, tokens, wanted, prefill_chunk)
@@ -67,16 +67,16 @@ def run(
 
 
 def piece(tokenizer: Tokenizer, token: int) -> str:
-    """The text of one token as a label: a part of a character becomes `\\ufffd`."""
+    """The text of one token as a label, with `\\ufffd` for an incomplete character."""
     return tokenizer.token_bytes(token).decode("utf-8", "replace")
 
 
 def estimate(args: ModelArgs, length: int, save: Sequence[str]) -> int:
-    """Bytes that a trace of `length` tokens takes with what `save` names: what it keeps, and making it."""
+    """Bytes to make and store a trace of `length` tokens with `save`."""
     stream = args.n_layers * length * args.dim
     pattern = args.n_heads * length * length
     floats = len(POINTS) * args.n_layers * length
-    # Attention needs the stream too, and one layer's scores, their softmax and their copy at a time.
+    # Attention also needs the stream and, one layer at a time, the scores, their softmax and its copy.
     floats += stream if {"residuals", "attention"} & set(save) else 0
     floats += length * args.vocab_size if "logits" in save else 0
     floats += (args.n_layers + 3) * pattern if "attention" in save else 0
@@ -92,14 +92,12 @@ def _checked(save: Sequence[str], max_tokens: int) -> frozenset[str]:
     return frozenset(save)
 
 
-def _check_room(args: ModelArgs, length: int, wanted: frozenset[str]) -> None:
-    needed, what = (
-        estimate(args, length, sorted(wanted)),
-        f"a trace of {length} tokens with {', '.join(sorted(wanted))}",
-    )
+def _check_memory(args: ModelArgs, length: int, wanted: frozenset[str]) -> None:
+    needed = estimate(args, length, sorted(wanted))
+    name = f"a trace of {length} tokens with {', '.join(sorted(wanted))}"
     if needed > MAX_BYTES:
-        raise UserError(f"{what} is {needed / 1e9:.1f} GB; more than {MAX_BYTES >> 30} GB cannot be opened again")
-    check_memory(needed, what, "save less, or fewer tokens")
+        raise UserError(f"{name} is {needed / 1e9:.1f} GB; more than {MAX_BYTES >> 30} GB cannot be opened again")
+    check_memory(needed, name, "save less, or fewer tokens")
 
 
 def _generated(
@@ -111,7 +109,7 @@ def _generated(
     on_step: Callable[[Step], None] | None,
     options: dict[str, Any],
 ) -> tuple[list[int], np.ndarray, str | None]:
-    """All ids of prompt and answer, their norms `(5, L, T)`, and why the answer ended."""
+    """All ids of prompt and answer, their norms `(5, L, T)`, and the finish reason."""
     tokens, norms, reason, cache = list(ids), [], None, model.make_cache()
     steps = generate(
         model, tokenizer, ids, max_tokens=max(max_tokens, 1), cache=cache, prefill_chunk=chunk, trace=True, **options
@@ -129,11 +127,11 @@ def _generated(
 
 
 def _last_norms(model: Transformer, tokens: list[int], cache: list[KVCache]) -> np.ndarray:
-    """Norms `(5, L, 1)` of the last token, which no later token needed to be fed for."""
+    """Norms `(5, L, 1)` of the last token, which generation need not run through the model."""
     for entry in cache:
         entry.trim(entry.offset - (len(tokens) - 1))
     capture = NormCapture(model)
-    plain(capture.model.residual(mx.array([tokens[-1:]]), len(tokens) - 1, cache))  # with the last add
+    plain(capture.model.residual(mx.array([tokens[-1:]]), len(tokens) - 1, cache))  # `plain` makes the last add
     return capture.read(capture.take())
 
 
@@ -158,22 +156,22 @@ def _extras(model: Transformer, tokens: list[int], wanted: frozenset[str], chunk
 def _second_pass(
     model: Transformer, tokens: list[int], wanted: frozenset[str], chunk: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """`resid_post` `(L, T, dim)` and logits `(T, vocab)`, of what is wanted, `chunk` positions at a time."""
+    """`resid_post` `(L, T, dim)` and logits `(T, vocab)`, each empty if not wanted; `chunk` positions a pass."""
     args, length = model.args, len(tokens)
     stream = np.empty((args.n_layers, length, args.dim) if {"residuals", "attention"} & wanted else 0, np.float32)
     logits = np.empty((length, args.vocab_size) if "logits" in wanted else 0, np.float32)
-    seen: dict[int, mx.array] = {}
+    resid_post: dict[int, mx.array] = {}
 
-    def keep(layer: int, _name: str, value: mx.array) -> mx.array:
-        seen[layer] = value
+    def store(layer: int, _name: str, value: mx.array) -> mx.array:
+        resid_post[layer] = value
         return value
 
-    watched, cache = tapped(model, keep, names=("resid_post",)), model.make_cache()
+    watched, cache = tapped(model, store, names=("resid_post",)), model.make_cache()
     for start in range(0, length, chunk):
         end = min(start + chunk, length)
         final = watched.residual(mx.array([tokens[start:end]]), start, cache)
         if stream.size:
-            for layer, value in seen.items():
+            for layer, value in resid_post.items():
                 stream[layer, start:end] = np.asarray(value[0].astype(mx.float32))
         if logits.size:
             logits[start:end] = np.asarray(model.head(final[0]).astype(mx.float32))
@@ -181,8 +179,8 @@ def _second_pass(
     return stream, logits
 
 
-def _plain(options: dict[str, Any]) -> dict[str, Any]:
-    """Options as JSON can hold them."""
+def _to_json(options: dict[str, Any]) -> dict[str, Any]:
+    """Options with values that JSON can represent."""
     return {
         key: value if isinstance(value, int | float | str | dict | None) else list(value)
         for key, value in options.items()

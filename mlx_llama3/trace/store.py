@@ -1,4 +1,4 @@
-"""A trace: the norms of every layer and token of a run, and what else was asked for, in memory and as safetensors."""
+"""`Trace`: the norms of every layer and token of a run, and other saved states, in memory and as safetensors."""
 
 import json
 from collections.abc import Sequence
@@ -14,17 +14,16 @@ from mlx_llama3.errors import UserError
 from mlx_llama3.model.hooks.norms import POINTS
 
 FORMAT = "mlx-llama3 trace 1"
-# A trace that claims more than this is refused before anything of it is read.
-MAX_BYTES = 8 << 30
+MAX_BYTES = 8 << 30  # a larger file is refused before it is read
 
 
 @dataclass
 class Trace:
-    """What was measured, by position; the tokens that were fed and so have norms.
+    """The states of a run, by position.
 
-    tokens: `(T,)` int32. pieces: the text of each token, as the tokenizer writes it. norms: float32 `(5, L, T)` in the
-    order of `POINTS`. extra: `resid_post` `(L, T, dim)`, `logits` `(T, vocab)`, `attention/N` `(n_heads, T, T)`, as far
-    as they were asked for, float32. settings: what the run was made with.
+    tokens: `(T,)` int32, those that were run through the model. pieces: the text of each token. norms: float32
+    `(5, L, T)` in the order of `POINTS`. extra: if saved, `resid_post` `(L, T, dim)`, `logits` `(T, vocab)`,
+    `attention/N` `(n_heads, T, T)`, float32. settings: those of the run.
     """
 
     model: str
@@ -33,12 +32,12 @@ class Trace:
     norms: np.ndarray
     extra: dict[str, np.ndarray] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
-    # `norms` with room behind it, so that a token costs its own column. What was handed out is never written to.
+    # `norms` is a view of this larger buffer, so that appending a token writes one column. Earlier views never change.
     _buffer: np.ndarray | None = field(default=None, init=False, repr=False, compare=False)
 
     @classmethod
     def empty(cls, model: str, n_layers: int, settings: dict[str, Any] | None = None) -> "Trace":
-        """A trace of nothing yet, to be extended while a model runs."""
+        """A trace without positions, to be extended during generation."""
         return cls(
             model, np.zeros(0, np.int32), [], np.zeros((len(POINTS), n_layers, 0), np.float32), {}, settings or {}
         )
@@ -55,7 +54,7 @@ class Trace:
         self.norms = self._buffer[..., :end]
 
     def truncate(self, length: int) -> None:
-        """Forget positions from `length` on, as a conversation does when it is edited."""
+        """Remove positions from `length` on, and `extra`; for a conversation that was edited."""
         self.tokens, self.pieces, self.norms = self.tokens[:length], self.pieces[:length], self.norms[..., :length]
         self.extra = {}
         self._buffer = None
@@ -65,7 +64,10 @@ class Trace:
         return self.norms[POINTS.index(point)]
 
     def save(self, path: Path) -> None:
-        """Write a safetensors file: `tokens`, `norm/...` of each point, the extras; the rest in its metadata."""
+        """Write a safetensors file atomically: `tokens`, one `norm/POINT` each, `extra`; the rest as metadata.
+
+        Raises `UserError` if it cannot be written.
+        """
         tensors = {"tokens": self.tokens} | {f"norm/{point}": self.norm(point).copy() for point in POINTS} | self.extra
         metadata = {
             "format": FORMAT,
@@ -73,26 +75,26 @@ class Trace:
             "pieces": json.dumps(self.pieces),
             "settings": json.dumps(self.settings),
         }
-        whole = path.with_name(f".{path.name}.part")
+        partial = path.with_name(f".{path.name}.part")
         try:
-            save_file({name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}, whole, metadata)
-            whole.replace(path)
+            save_file({name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}, partial, metadata)
+            partial.replace(path)
         except (OSError, SafetensorError) as error:
             raise UserError(f"{path}: cannot be written: {error}") from None
         finally:
-            whole.unlink(missing_ok=True)
+            partial.unlink(missing_ok=True)
 
 
 def load_trace(path: Path) -> Trace:
     """Read a file that `Trace.save` wrote.
 
     Raises:
-        UserError: no such file, no trace, or one whose tensors do not fit together; names the file and the tensor.
+        UserError: the file does not exist, is not a trace, or has inconsistent tensors; names the file and the tensor.
     """
     if not path.is_file():
         raise UserError(f"{path}: no such file")
     if path.stat().st_size > MAX_BYTES:
-        raise UserError(f"{path}: larger than {MAX_BYTES >> 30} GB, which no trace is")
+        raise UserError(f"{path}: larger than {MAX_BYTES >> 30} GB, the limit of a trace")
     try:
         with safe_open(path, "numpy") as file:
             metadata = file.metadata() or {}

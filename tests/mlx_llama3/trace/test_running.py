@@ -26,7 +26,7 @@ def model(tmp_path):
 
 
 @pytest.mark.parametrize("chunk", [3, 512])
-def test_everything_is_that_of_a_full_pass(model, tokenizer, chunk):
+def test_all_states_equal_those_of_a_full_pass(model, tokenizer, chunk):
     trace = mlx_llama3.trace.run(model, tokenizer, IDS, max_tokens=6, save=ALL, prefill_chunk=chunk, name="tiny")
     tokens = trace.tokens.tolist()
     assert tokens == IDS + [step.token for step in generate(model, tokenizer, IDS, max_tokens=6)]
@@ -55,12 +55,12 @@ def test_a_stop_token_is_traced_too(model, tokenizer):
 
 
 def load_stopping(tokenizer, token):
-    """The same tokenizer, for which `token` ends an answer."""
+    """A copy of the tokenizer for which `token` ends an answer."""
     import copy
 
-    twin = copy.copy(tokenizer)
-    twin.stop_ids = frozenset({token})
-    return twin
+    stopping = copy.copy(tokenizer)
+    stopping.stop_ids = frozenset({token})
+    return stopping
 
 
 def test_the_prompt_alone(model, tokenizer):
@@ -84,7 +84,7 @@ def test_under_an_edit(model, tokenizer, tmp_path):
     np.testing.assert_array_equal(again.extra["attention/2"], trace.extra["attention/2"])
 
 
-def test_steps_are_told(model, tokenizer):
+def test_on_step_gets_every_step(model, tokenizer):
     steps = []
     trace = running.run(model, tokenizer, IDS, max_tokens=4, on_step=steps.append)
     assert [step.token for step in steps] == trace.tokens[5:].tolist()
@@ -104,22 +104,22 @@ def test_a_trace_that_could_not_be_opened_again_is_refused(tmp_path, tokenizer):
         running.run(model, tokenizer, IDS, max_tokens=99_000, save=["attention"])
 
 
-def test_the_estimate_covers_what_is_kept(model, tokenizer):
+def test_the_estimate_covers_the_saved_arrays(model, tokenizer):
     trace = running.run(model, tokenizer, IDS, max_tokens=20, save=ALL)
     kept = trace.norms.nbytes + sum(array.nbytes for array in trace.extra.values())
     assert kept <= running.estimate(model.args, 25, ALL) <= 3 * kept
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"save": ["weights"]}, "'weights' cannot be saved in a trace; choose of norms, residuals"),
         ({"max_tokens": -1}, "max_tokens is -1"),
         ({"temperature": -1}, "temperature"),
     ],
 )
-def test_refused(model, tokenizer, options, said):
-    with pytest.raises(UserError, match=said):
+def test_refused(model, tokenizer, options, message):
+    with pytest.raises(UserError, match=message):
         running.run(model, tokenizer, IDS, **options)
 
 

@@ -1,4 +1,4 @@
-"""A trace grows, is cut, goes to disk and back; what is no trace is refused by name."""
+"""A trace is extended, truncated, saved and loaded; a file that is not a trace is refused by name."""
 
 import json
 
@@ -12,7 +12,7 @@ from mlx_llama3.trace.store import FORMAT, Trace, load_trace
 
 
 def columns(start: int, count: int) -> np.ndarray:
-    """Norms `(5, 3, count)` that tell their place."""
+    """Norms `(5, 3, count)` that encode their position."""
     return np.arange(start, start + count) + np.zeros((5, 3, 1), np.float32) + 1000.0 * np.arange(5)[:, None, None]
 
 
@@ -23,7 +23,7 @@ def grown(length: int) -> Trace:
     return trace
 
 
-def test_growing_one_by_one_is_growing_at_once():
+def test_extending_one_by_one_equals_extending_at_once():
     trace, whole = grown(700), Trace.empty("tiny", 3)
     whole.extend(range(700), [f"<{i}>" for i in range(700)], columns(0, 700).astype(np.float32))
     np.testing.assert_array_equal(trace.norms, whole.norms)
@@ -32,7 +32,7 @@ def test_growing_one_by_one_is_growing_at_once():
     assert trace.norm("resid_post")[1, 5] == 4005
 
 
-def test_what_was_handed_out_stays_as_it_was():
+def test_earlier_views_never_change():
     trace = grown(10)
     before = trace.norms
     kept = before.copy()
@@ -68,7 +68,7 @@ TENSORS = {"tokens": np.zeros(2, np.int32)} | {f"norm/{point}": np.ones((3, 2), 
 
 
 @pytest.mark.parametrize(
-    ("tensors", "metadata", "said"),
+    ("tensors", "metadata", "message"),
     [
         ({}, {"format": "other"}, "not a trace"),
         ({"tokens": None}, {}, "tensor tokens is missing"),
@@ -80,10 +80,10 @@ TENSORS = {"tokens": np.zeros(2, np.int32)} | {f"norm/{point}": np.ones((3, 2), 
         ({}, {"settings": "[]"}, "2 tokens, but metadata"),
     ],
 )
-def test_damaged(tmp_path, tensors, metadata, said):
+def test_damaged(tmp_path, tensors, metadata, message):
     path = tmp_path / "t.safetensors"
     save_file({k: v for k, v in (TENSORS | tensors).items() if v is not None}, path, META | metadata)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         load_trace(path)
 
 

@@ -1,6 +1,6 @@
 """States, norms and attention patterns against transformers' hidden states and attentions (float32, 1e-3 relative).
 
-`tests/data/README.md` says how the values were made.
+`tests/data/README.md` describes how the values were computed.
 """
 
 from pathlib import Path

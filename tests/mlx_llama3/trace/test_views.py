@@ -1,4 +1,4 @@
-"""Views on demand against recomputation from full passes in NumPy float64."""
+"""Lens, attention, attribution and neurons against full passes in NumPy float64."""
 
 import numpy as np
 import pytest
@@ -27,13 +27,13 @@ def model(request, tmp_path_factory):
     args = tiny_args(tie_word_embeddings=True)
     write_folder(folder, args, quantized(random_weights(args), bits=8), quantization={"bits": 8, "group_size": 32})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loading, "_fits_expanded", lambda *_: False)  # products with packed weights, as on a GPU
+        patch.setattr(loading, "_fits_expanded", lambda *_: False)  # quantized matrix products, as on a GPU
         return load_model(folder)
 
 
 @pytest.mark.parametrize("index", [0, 4, -1])
 @pytest.mark.parametrize("cached", [False, True])
-def test_a_position_is_the_full_pass_there(model, index, cached):
+def test_a_position_equals_that_of_a_full_pass(model, index, cached):
     cache = None
     if cached:
         cache = model.make_cache()
@@ -42,7 +42,7 @@ def test_a_position_is_the_full_pass_there(model, index, cached):
     for name, states in position.states.items():
         np.testing.assert_allclose(np.array(states), expected[name][:, index], atol=2e-5, err_msg=name)
     np.testing.assert_allclose(np.array(position.logits), np.array(model(mx.array([IDS]))[0, index]), atol=2e-5)
-    if cached:  # untouched, and still good to go on from
+    if cached:  # the cache is unchanged and can be continued
         assert cache[0].offset == len(IDS)
         again = model(mx.array([[7]]), len(IDS), cache)
         assert mx.abs(again - model(mx.array([[*IDS, 7]]))[:, -1:]).max().item() < 2e-5
@@ -80,7 +80,7 @@ def test_attention(model, layer):
     assert pattern.shape == (4, 8, 8)
     np.testing.assert_allclose(pattern.sum(-1), 1, atol=1e-5)
     assert (np.triu(pattern, 1) == 0).all()
-    # These weights over the values, through wo, are what the layer added.
+    # The weighted sum of the values, times wo, is what the layer added.
     attention = model.layers[layer].attention
     x = model.layers[layer].attention_norm(mx.array(states["resid_pre"][layer]))
     values = np.array(attention.wqkv(x)[2]).reshape(8, 2, 16)  # (T, n_kv_heads, head_dim)
@@ -114,12 +114,12 @@ def test_promoted_agrees_with_attribution(model, branch):
 
 def test_neurons(model):
     position = look(model, IDS, 2)
-    found = neurons(position, 1, k=5)
+    result = neurons(position, 1, k=5)
     block = model.layers[1]
     np.testing.assert_allclose(
-        np.array(block.feed_forward.w2(mx.array(found.values_all))), np.array(position.states["mlp_out"][1]), atol=2e-5
+        np.array(block.feed_forward.w2(mx.array(result.values_all))), np.array(position.states["mlp_out"][1]), atol=2e-5
     )
-    assert 0.2 < found.active < 0.8
-    np.testing.assert_array_equal(found.values, found.values_all[found.ids])
-    assert (np.diff(np.abs(found.values)) <= 0).all()
-    assert np.abs(found.values_all).max() == np.abs(found.values[0])
+    assert 0.2 < result.active < 0.8
+    np.testing.assert_array_equal(result.values, result.values_all[result.ids])
+    assert (np.diff(np.abs(result.values)) <= 0).all()
+    assert np.abs(result.values_all).max() == np.abs(result.values[0])
