@@ -1,7 +1,7 @@
-"""Pipeline: whole layers to a rank, the stream handed from one rank to the next and back to rank 0.
+"""Pipeline parallelism: each rank has some layers; the residual stream goes from rank to rank, and back to rank 0.
 
-For models whose heads cannot be shared out. It makes room for a larger model, but not speed: one rank works at a time.
-Rank 0 has the embedding, the head, and so many layers less.
+It is for models whose heads cannot be split evenly. It allows a larger model, but is not faster: one rank works at a
+time. Rank 0 has the embedding and the head, and fewer layers in return.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ import mlx.nn as nn
 
 
 class PipelineShard:
-    """A rank's layers, for `load_model`. `make` makes the empty model."""
+    """The layers of this rank, for `load_model`. `make` builds the empty model."""
 
     def __init__(
         self, world: World, make: "Callable[[ModelArgs, PipelineShard], PipelineTransformer] | None" = None
@@ -36,11 +36,11 @@ class PipelineShard:
 
     @property
     def first_layer(self) -> int:
-        """The number that the first layer here has in the whole model."""
+        """The index of this rank's first layer in the whole model."""
         return self.layers.start
 
     def checkpoint(self, folder: Any) -> SlicedCheckpoint:
-        """The part of a model folder. Raises `UserError` if there are fewer layers than ranks."""
+        """This rank's tensors of a model folder. Raises `UserError` if there are fewer layers than ranks."""
         whole = Checkpoint(folder)
         bounds = layer_bounds(whole.args, self.world.size, str(folder))
         self.layers = range(*bounds[self.world.rank : self.world.rank + 2])
@@ -51,27 +51,27 @@ class PipelineShard:
         return self._make(args, self)
 
     def connect(self, model: Transformer) -> None:
-        """Nothing to add: `PipelineTransformer` sends and receives."""
+        """Does nothing: `PipelineTransformer` sends and receives."""
 
     def _has(self, name: str) -> bool:
-        """Whether a tensor (its Hugging Face name) is for this rank."""
+        """Whether this rank has a tensor (by its Hugging Face name)."""
         words = name.split(".")
         return int(words[2]) in self.layers if words[1] == "layers" else self.has_ends
 
 
 class PipelineTransformer(Transformer):
-    """Some of the layers; on rank 0 also the embedding and the head.
+    """The layers of one rank; on rank 0 also the embedding and the head.
 
-    `residual` gives the stream after this rank's layers, which is on its way to the next rank; on rank 0 it comes back
-    from the last one, and is the whole model's.
+    `residual` sends the residual stream after this rank's layers to the next rank. On a worker it returns that stream;
+    on rank 0 it returns the stream of the whole model, which the last rank sends back.
     """
 
-    def __init__(self, args: ModelArgs, part: PipelineShard) -> None:
-        super().__init__(replace(args, n_layers=len(part.layers)))
-        self._local, self.args = self.args, args
-        self._world = part.world
-        if not part.has_ends:
-            self.tok_embeddings = _FromRank(self._world, args.dim, lambda: self.layers[0].attention_norm.weight.dtype)
+    def __init__(self, args: ModelArgs, shard: PipelineShard) -> None:
+        super().__init__(replace(args, n_layers=len(shard.layers)))
+        self._local_args, self.args = self.args, args
+        self._world = shard.world
+        if not shard.has_ends:
+            self.tok_embeddings = _Received(self._world, args.dim, lambda: self.layers[0].attention_norm.weight.dtype)
             self.pop("output", None)
 
     def residual(self, tokens: mx.array, start_pos: int = 0, cache: list[KVCache] | None = None) -> mx.array:
@@ -80,19 +80,19 @@ class PipelineTransformer(Transformer):
         sent = world.send(x, (world.rank + 1) % world.size)
         if world.rank:
             return sent
-        mx.async_eval(sent)  # queued first: what comes back cannot come before
+        mx.async_eval(sent)  # queued before the receive: the last rank's stream depends on it
         return world.receive(x.shape, x.dtype, world.size - 1)
 
     def make_cache(self, settings: CacheSettings = DEFAULT) -> list[KVCache]:
-        whole, self.args = self.args, self._local
+        args, self.args = self.args, self._local_args
         try:
             return super().make_cache(settings)
         finally:
-            self.args = whole
+            self.args = args
 
 
-class _FromRank(nn.Module):
-    """Stands where the embedding is on rank 0: gives the stream that the rank before has made of the same tokens."""
+class _Received(nn.Module):
+    """Takes the place of the embedding on a worker: receives the residual stream from the previous rank."""
 
     def __init__(self, world: World, dim: int, dtype: Callable[[], mx.Dtype]) -> None:
         super().__init__()
@@ -104,26 +104,26 @@ class _FromRank(nn.Module):
 
 
 def layer_bounds(args: ModelArgs, size: int, name: str) -> list[int]:
-    """Where the layers are cut, `size + 1` bounds, so that the rank with the most weights has as few as can be.
+    """The `size + 1` bounds of the ranks' layers, chosen so that the largest number of weights on a rank is minimal.
 
-    Raises `UserError` if there are not as many layers as ranks.
+    `name`: the model's, for the error. Raises `UserError` if there are fewer layers than ranks.
     """
     if args.n_layers < size:
-        raise CheckpointError(f"{name}: {args.n_layers} layers cannot be shared out to {size} ranks")
+        raise CheckpointError(f"{name}: {args.n_layers} layers cannot be split over {size} ranks")
     layer = sum(prod(shape) for key, shape in expected_shapes(args).items() if key.startswith("model.layers.0."))
     ends = (count_weights(args) - args.n_layers * layer) / layer  # the embedding and the head, in layers
-    others = size - 1
+    workers = size - 1
 
-    def most(first: int) -> float:
-        """Of any rank, in layers, when rank 0 has so many."""
-        return max(first + ends, -(-(args.n_layers - first) // others))
+    def largest(first: int) -> float:
+        """The most weights on any rank, in layers, if rank 0 has `first` layers."""
+        return max(first + ends, -(-(args.n_layers - first) // workers))
 
     if size == 1:
         return [0, args.n_layers]
-    first = min(range(1, args.n_layers - others + 1), key=most)
-    return [0, *(first + (args.n_layers - first) * rank // others for rank in range(size))]
+    first = min(range(1, args.n_layers - workers + 1), key=largest)
+    return [0, *(first + (args.n_layers - first) * rank // workers for rank in range(size))]
 
 
 def layer_counts(args: ModelArgs, size: int, name: str) -> list[int]:
-    """How many layers each rank has."""
+    """The number of layers on each rank. Arguments and errors as for `layer_bounds`."""
     return [end - start for start, end in pairwise(layer_bounds(args, size, name))]

@@ -98,7 +98,7 @@ class Rank0:
         start_pos: int,
         cache: list[KVCache] | None,
     ) -> mx.array:
-        """`run(tokens, start_pos, cache)` on all ranks. The pass is queued before this returns, so no rank waits forever.
+        """`run(tokens, start_pos, cache)` on all ranks; queued when this returns, so that no rank waits forever.
 
         op: what a worker runs, "logits" or "residual". tokens: `(batch, positions)`.
         """
@@ -223,8 +223,8 @@ class Rank0Pipeline(_Rank0Model, PipelineTransformer):
 def load_shard(folder: Path, world: World, *, pipeline: bool, rank0: Rank0 | None = None) -> Transformer:
     """Load this rank's shard of a model; on rank 0 (`rank0` given), its passes run on all ranks.
 
-    The fused kernels are used only if `MLX_LLAMA3_KERNELS` is "fused": their trials would run whole passes, in which all
-    ranks would have to take part.
+    The fused kernels are used only if `MLX_LLAMA3_KERNELS` is "fused": their trials would run whole passes, in which
+    all ranks would have to take part.
 
     Raises `UserError` as `load_model`.
     """

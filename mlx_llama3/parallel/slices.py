@@ -1,4 +1,4 @@
-"""Parts of the tensors in safetensors files, read without the rest of them."""
+"""Reads shards of the tensors in safetensors files, and no other bytes of their data."""
 
 import os
 from collections.abc import Mapping
@@ -16,10 +16,10 @@ from mlx_llama3.system.safetensors_header import read_header
 import mlx.core as mx
 
 ROWS, COLUMNS = 0, 1
-# More than 2 GB in one call is refused by macOS.
-AT_ONCE = 1 << 30
+# Bytes of one read call; macOS refuses more than 2 GB.
+MAX_READ_BYTES = 1 << 30
 
-# safetensors' name: how NumPy holds the bits, and what they mean.
+# Name of a type in safetensors -> the NumPy dtype that its bits are read into, and the MLX dtype.
 _TYPES = {
     "BF16": (np.uint16, mx.bfloat16),
     "F16": (np.float16, mx.float16),
@@ -31,7 +31,7 @@ _TYPES = {
 
 @dataclass(frozen=True)
 class Shard:
-    """Rows or columns (`axis`) of a matrix, `start` up to `end`."""
+    """Rows or columns (`axis`) of a matrix, from `start` to `end` (exclusive)."""
 
     axis: int
     start: int
@@ -40,36 +40,36 @@ class Shard:
 
 @dataclass(frozen=True)
 class Slice:
-    """A tensor's part, not read yet: of `tensor` in `path`, with the shape and type of what `read` gives."""
+    """A shard of a tensor in the file `path`, not read yet. `shape` and `dtype` are those of the array from `read`."""
 
     path: Path
     offset: int  # of the tensor, in bytes
-    whole: tuple[int, ...]
-    stored: str
-    shard: Shard | None
+    whole: tuple[int, ...]  # shape of the tensor
+    stored: str  # its type in safetensors
+    shard: Shard | None  # None for the whole tensor
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the part."""
+        """The shape of the shard."""
         return shard_shape(self.whole, self.shard)
 
     @property
     def dtype(self) -> mx.Dtype:
-        """As MLX has it."""
+        """The MLX dtype."""
         return _TYPES[self.stored][1]
 
     @property
     def size(self) -> int:
-        """Numbers."""
+        """The number of elements."""
         return prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes."""
+        """The size in bytes."""
         return self.size * self.dtype.size
 
     def read(self) -> mx.array:
-        """The part; reads no byte of the rest."""
+        """The shard, as an array; reads no other bytes."""
         bits, dtype = _TYPES[self.stored]
         part = np.empty(self.shape, bits)
         row = prod(self.whole[1:]) * part.itemsize
@@ -85,9 +85,10 @@ class Slice:
 
 
 class SlicedCheckpoint(Checkpoint):
-    """A model folder of which only parts are read: `shards` of dense tensors by name, None for all of one.
+    """A model folder of which only some shards are read.
 
-    What `shards` does not name is left out.
+    shards: the dense tensors to read, by name, and the shard of each; None for a whole tensor. A quantized tensor's
+    scales and biases are read along with it.
     """
 
     def __init__(self, whole: Checkpoint, shards: Mapping[str, Shard | None]) -> None:
@@ -107,16 +108,16 @@ class SlicedCheckpoint(Checkpoint):
 
     @property
     def n_weights(self) -> int:
-        """Numbers in all parts, quantized ones unpacked."""
+        """The number of weights in all shards, quantized ones counted unpacked."""
         return self._n_weights
 
     @property
     def dtype(self) -> mx.Dtype:
-        """That of the whole model, so that all ranks have the same."""
+        """The dtype of the whole model, so that all ranks use the same one."""
         return self._dtype
 
     def check_finite(self) -> None:
-        """Nothing yet: `pop` checks each part when it is read, once."""
+        """Does nothing: `pop` checks each shard when it reads it."""
 
     def pop(self, key: str) -> mx.array:
         """Read a tensor's shard, and remove it from `weights`. Raises `UserError` if it holds NaN or infinity."""
@@ -128,19 +129,19 @@ class SlicedCheckpoint(Checkpoint):
 
 
 def shard_shape(whole: tuple[int, ...], shard: Shard | None) -> tuple[int, ...]:
-    """Of a tensor with the shape `whole`, cut."""
+    """The shape of a shard of a tensor of the shape `whole`."""
     return tuple(shard.end - shard.start if shard and axis == shard.axis else n for axis, n in enumerate(whole))
 
 
 def _packed(shard: Shard | None, quantization: Quantization | None) -> Shard | None:
-    """Where a cut of a dense matrix runs in its packed weights, 32 bits a column."""
+    """From the shard of a dense matrix to the shard of its packed weights, whose columns are words of 32 bits."""
     if shard is None or quantization is None or shard.axis == ROWS:
         return shard
     return Shard(COLUMNS, shard.start * quantization.bits // 32, shard.end * quantization.bits // 32)
 
 
 def _grouped(shard: Shard | None, quantization: Quantization) -> Shard | None:
-    """Where it runs in its scales or biases, one a group."""
+    """From the shard of a dense matrix to the shard of its scales or biases, which have one column per group."""
     if shard is None or shard.axis == ROWS:
         return shard
     return Shard(COLUMNS, shard.start // quantization.group_size, shard.end // quantization.group_size)
@@ -155,11 +156,11 @@ def _stored(path: Path) -> dict[str, tuple[Path, int, tuple[int, ...], str]]:
     }
 
 
-def _read(file: int, into: np.ndarray, offset: int, path: Path) -> None:
-    """Fill `into` from `offset` on."""
-    view = memoryview(into).cast("B")
+def _read(file: int, buffer: np.ndarray, offset: int, path: Path) -> None:
+    """Fill `buffer` with the bytes of an open file from `offset` on."""
+    view = memoryview(buffer).cast("B")
     while view:
-        count = os.preadv(file, [view[:AT_ONCE]], offset)
+        count = os.preadv(file, [view[:MAX_READ_BYTES]], offset)
         if not count:
             raise CheckpointError(f"{path}: the file ends too early; download or convert the model again")
         view, offset = view[count:], offset + count

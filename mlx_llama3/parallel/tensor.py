@@ -1,18 +1,21 @@
-"""Tensor parallelism: which rows and columns of which matrix a rank holds, and where the ranks add up.
+"""Tensor parallelism: which rows or columns of each matrix a rank holds, and where the ranks exchange results.
 
-As Meta's code splits them (`models/llama3/model.py`, fairscale's layers): `wq wk wv w1 w3` by rows, whole heads to a
-rank; `wo` and `w2` by columns, so that each rank has a part of every number of the update, and one sum over the ranks
-makes it whole; the embedding by rows of the vocabulary, summed; the head likewise, its logits gathered. Norms are on
-every rank.
+The matrices are split as in Meta's code (`models/llama3/model.py`, fairscale's layers):
 
-The vocabulary and the width of the feed-forward need not divide evenly: a rank then holds a row, or a group of
-quantized weights, more than another. Heads must.
+- `wq wk wv w1 w3` by rows; a rank has whole heads.
+- `wo` and `w2` by columns; each rank computes a partial sum of the update, and a sum over the ranks completes it.
+- The embedding and the head by rows of the vocabulary; embeddings are summed over the ranks, logits are gathered.
+- Norms are on every rank.
+
+The number of heads must be a multiple of the number of ranks. The vocabulary and the width of the feed-forward need
+not: some ranks then hold one row, or one group of quantized weights, more than others.
 """
 
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from mlx_llama3.checkpoint.folder import Checkpoint, CheckpointError, Quantization
+from mlx_llama3.checkpoint.folder import Checkpoint, CheckpointError
+from mlx_llama3.checkpoint.quantization import Quantization
 from mlx_llama3.checkpoint.tensor_shapes import expected_shapes
 from mlx_llama3.model.config import ModelArgs
 from mlx_llama3.model.transformer import Transformer
@@ -24,7 +27,7 @@ import mlx.nn as nn
 
 
 class TensorShard:
-    """A rank's rows and columns of every matrix, for `load_model`. `make` makes the empty model."""
+    """This rank's rows and columns of every matrix, for `load_model`. `make` builds the empty model."""
 
     first_layer, has_ends = 0, True
 
@@ -32,7 +35,7 @@ class TensorShard:
         self._world, self._make = world, make or Transformer
 
     def checkpoint(self, folder: Any) -> SlicedCheckpoint:
-        """The part of a model folder. Raises `UserError` where the ranks cannot share its heads or groups."""
+        """This rank's tensors of a model folder. Raises `UserError` if its heads or groups cannot be split."""
         whole = Checkpoint(folder)
         check_heads(whole.args, self._world.size, str(folder))
         rank, size = self._world.rank, self._world.size
@@ -49,8 +52,8 @@ class TensorShard:
         return model
 
     def connect(self, model: Transformer) -> None:
-        """Add the sums and gathers to a model whose matrices are in place."""
-        world, bounds = self._world, even(model.args.vocab_size, self._world.size)
+        """Add the sums and gathers to a model that has its matrices."""
+        world, bounds = self._world, even_bounds(model.args.vocab_size, self._world.size)
         model.tok_embeddings = VocabularyParallel(model.tok_embeddings, bounds, world)
         if not model.args.tie_word_embeddings:
             model.output = VocabularyParallel(model.output, bounds, world)
@@ -59,115 +62,114 @@ class TensorShard:
             block.feed_forward.w2 = RowParallel(block.feed_forward.w2, world)
 
 
-class Shared(nn.Module):
-    """A matrix of which this rank holds a `part`."""
+class ShardedMatrix(nn.Module):
+    """A matrix of which this rank holds a `shard`."""
 
-    def __init__(self, part: nn.Module, world: World) -> None:
+    def __init__(self, shard: nn.Module, world: World) -> None:
         super().__init__()
-        self.part = part
+        self.shard = shard
         self._world = world
 
     @property
     def weight(self) -> mx.array:
-        """There is no whole one here: raises `UserError`."""
+        """Raises `UserError`: the whole matrix is on no single rank."""
         raise self._world.not_whole()
 
 
-class RowParallel(Shared):
-    """A matrix of which each rank holds the columns for its part of the input: the products are summed over ranks."""
+class RowParallel(ShardedMatrix):
+    """A matrix split by columns: each rank multiplies its part of the input, and the products are summed over ranks."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        """`(..., in / ranks)`, other on every rank -> `(..., out)`, the same on every rank."""
-        return self._world.sum(self.part(x))
+        """`(..., in / ranks)`, different on each rank -> `(..., out)`, the same on all ranks."""
+        return self._world.sum(self.shard(x))
 
 
-class VocabularyParallel(Shared):
-    """An embedding or a head of which each rank holds the rows of some tokens, `bounds[rank]` to `bounds[rank + 1]`."""
+class VocabularyParallel(ShardedMatrix):
+    """An embedding or a head split by tokens: each rank holds the rows from `bounds[rank]` to `bounds[rank + 1]`."""
 
-    def __init__(self, part: nn.Module, bounds: list[int], world: World) -> None:
-        super().__init__(part, world)
+    def __init__(self, shard: nn.Module, bounds: list[int], world: World) -> None:
+        super().__init__(shard, world)
         self._bounds = bounds
 
     def __call__(self, x: mx.array) -> mx.array:
         """An embedding: token ids `(B, S)` -> `(B, S, dim)`. A head: as `as_linear`."""
-        return self._embed(x) if hasattr(self.part, "as_linear") else self._gathered(self.part(x))
+        return self._embed(x) if hasattr(self.shard, "as_linear") else self._gathered(self.shard(x))
 
     def as_linear(self, x: mx.array) -> mx.array:
-        """`(..., dim)` -> `(..., vocab_size)`, the same on every rank."""
-        return self._gathered(self.part.as_linear(x))
+        """`(..., dim)` -> `(..., vocab_size)`, the same on all ranks."""
+        return self._gathered(self.shard.as_linear(x))
 
     def _embed(self, tokens: mx.array) -> mx.array:
         first, end = self._bounds[self._world.rank], self._bounds[self._world.rank + 1]
-        here = (tokens >= first) & (tokens < end)
-        x = self.part(mx.where(here, tokens - first, 0))
-        return self._world.sum(mx.where(here[..., None], x, 0))
+        is_local = (tokens >= first) & (tokens < end)
+        x = self.shard(mx.where(is_local, tokens - first, 0))
+        return self._world.sum(mx.where(is_local[..., None], x, 0))
 
     def _gathered(self, logits: mx.array) -> mx.array:
-        """The logits of this rank's tokens `(..., rows)` -> of all `(..., vocab_size)`."""
+        """Logits of this rank's tokens `(..., rows)` -> logits of all tokens `(..., vocab_size)`."""
         rows = [end - start for start, end in zip(self._bounds, self._bounds[1:], strict=False)]
         widest = max(rows)
         padded = mx.pad(logits, [(0, 0)] * (logits.ndim - 1) + [(0, widest - logits.shape[-1])])
         gathered = self._world.gather(padded)  # (ranks, ..., widest)
         if len(set(rows)) == 1:
             return mx.moveaxis(gathered, 0, -2).reshape(*logits.shape[:-1], -1)
-        return mx.concatenate([part[..., :count] for part, count in zip(gathered, rows, strict=True)], axis=-1)
+        return mx.concatenate([piece[..., :count] for piece, count in zip(gathered, rows, strict=True)], axis=-1)
 
 
 def check_heads(args: ModelArgs, size: int, name: str) -> None:
-    """Raise `UserError` unless every rank gets as many whole heads."""
+    """Raise `UserError` unless every rank gets the same number of whole heads. `name`: the model's, for the error."""
     if args.n_kv_heads % size:
         raise CheckpointError(
-            f"{name}: {args.n_heads} heads with {args.n_kv_heads} of keys and values cannot be shared out to {size} "
-            "ranks; start another number of them, or split the layers instead: --pipeline"
+            f"{name}: {args.n_heads} query heads and {args.n_kv_heads} KV heads cannot be split evenly over {size} "
+            "ranks; start another number of ranks, or split the layers instead: --pipeline"
         )
 
 
 class ModelSpec(Protocol):
-    """What `shard_of` asks of a `Checkpoint`, or of one that is only planned (`fit`)."""
+    """What `shard_of` needs of a `Checkpoint`, or of a model that exists only on paper (`benchmarks.parallel_fit`)."""
 
     args: ModelArgs
     folder: Any  # for errors
 
     def quantization(self, module: str) -> Quantization | None:
-        """How the matrix of a module (its Hugging Face name) is stored; None if dense."""
+        """The quantization of a module's matrix (by its Hugging Face name); None if it is dense."""
 
 
 def shard_of(name: str, whole: ModelSpec, rank: int, size: int) -> Shard | None:
-    """The rows or columns that a rank holds of a tensor (its Hugging Face name); None: all of it.
+    """The rows or columns of a tensor (by its Hugging Face name) that a rank holds; None if it holds the whole tensor.
 
-    Raises `UserError` where groups of quantized weights would be cut.
+    Raises `UserError` if a group of quantized weights would be split.
     """
     args, module = whole.args, name.removesuffix(".weight")
     kind = module.rpartition(".")[2]
     if kind in ("embed_tokens", "lm_head"):
-        return Shard(ROWS, *even(args.vocab_size, size)[rank : rank + 2])
+        return Shard(ROWS, *even_bounds(args.vocab_size, size)[rank : rank + 2])
     if kind in ("gate_proj", "up_proj", "down_proj"):
         down = module.rpartition(".")[0] + ".down_proj"
-        group = _group(whole, down)
+        group = _group_size(whole, down)
         if args.hidden_dim // group < size:
             raise CheckpointError(f"{whole.folder}: {down} has fewer than {size} groups of {group} weights")
-        start, end = (group * bound for bound in even(args.hidden_dim // group, size)[rank : rank + 2])
+        start, end = (group * bound for bound in even_bounds(args.hidden_dim // group, size)[rank : rank + 2])
         return Shard(COLUMNS if kind == "down_proj" else ROWS, start, end)
     if kind in ("q_proj", "k_proj", "v_proj", "o_proj"):
         heads = args.n_kv_heads if kind in ("k_proj", "v_proj") else args.n_heads
         width = heads // size * args.head_dim
-        if kind == "o_proj" and width % _group(whole, module):
+        if kind == "o_proj" and width % _group_size(whole, module):
             raise CheckpointError(
-                f"{whole.folder}: {module} has groups of {_group(whole, module)} weights, which {size} ranks would cut "
-                f"at {width}; start another number of them, or split the layers instead: --pipeline"
+                f"{whole.folder}: {module} has groups of {_group_size(whole, module)} weights, which {size} ranks "
+                f"would split at {width}; start another number of ranks, or split the layers instead: --pipeline"
             )
         return Shard(COLUMNS if kind == "o_proj" else ROWS, rank * width, (rank + 1) * width)
     return None
 
 
-def even(total: int, size: int) -> list[int]:
-    """Where to cut `total` into `size` parts that differ by one at most: `size + 1` bounds."""
+def even_bounds(total: int, size: int) -> list[int]:
+    """The `size + 1` bounds that split `total` into `size` parts, which differ by one at most."""
     return [total * rank // size for rank in range(size + 1)]
 
 
-def _group(whole: ModelSpec, module: str) -> int:
-    """So many columns must stay together."""
+def _group_size(whole: ModelSpec, module: str) -> int:
+    """The number of columns that must stay on one rank."""
     quantization = whole.quantization(module)
-    return (
-        1 if quantization is None else max(quantization.group_size, 32)
-    )  # nvfp4: a scale for 16, but a word of packed weights a group
+    # nvfp4 has a scale for 16 weights, but MLX packs at least 32 columns.
+    return 1 if quantization is None else max(quantization.group_size, 32)

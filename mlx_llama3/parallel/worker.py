@@ -1,4 +1,4 @@
-"""Every rank but 0: waits to be told, and runs its part of what rank 0 runs."""
+"""A worker, which is every rank but 0: receives the messages of rank 0, and runs their passes on its shard."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -16,16 +16,16 @@ import mlx.core as mx
 
 
 def run_worker(world: World, find: Callable[[str], Path]) -> None:
-    """Run what rank 0 tells, until it ends. `find` gives the folder of a model by the name that rank 0 has for it."""
+    """Run the messages of rank 0 until it ends. `find`: from the model's name on rank 0 to its folder here."""
     worker = Worker(world, find)
     with world.connections.watched(world.rank):
         while (message := world.next_message())["op"] != "end":
             worker.do(message)
-        world.connections.part(world.agree)
+        world.connections.finish(world.agree)
 
 
 class Worker:
-    """The models and caches that rank 0 knows under their numbers, in so far as they are here."""
+    """This rank's shards of rank 0's models and caches, by the numbers of their tickets."""
 
     def __init__(self, world: World, find: Callable[[str], Path]) -> None:
         self._world, self._find = world, find
@@ -35,11 +35,11 @@ class Worker:
     def do(self, message: dict[str, Any]) -> None:
         """Run a message, and wait until it is done."""
         if message["op"] == "load":
-            self._drop(message)  # first, for two models may not fit
+            self._drop(message)  # first, because two models may not fit
             self._load(message)
         else:
             self._run(message)
-            self._drop(message)  # last, for a new cache may begin with the part of one that goes
+            self._drop(message)  # last, because a new cache may be a prefix of one that is dropped
 
     def _drop(self, message: dict[str, Any]) -> None:
         for number in message.get("drop", ()):
@@ -54,7 +54,7 @@ class Worker:
             return
         run = model if message["op"] == "logits" else model.residual
         tokens = self._world.from_rank0(mx.zeros(shape, mx.int32))
-        mx.async_eval(tokens)  # also where only their number matters, as in a pipeline: all ranks must take part
+        mx.async_eval(tokens)  # even if their values are not used, as in a pipeline: all ranks must take part
         mx.eval(plain(run(tokens, message["at"], self._cache(message, model))))
 
     def _load(self, message: dict[str, Any]) -> None:
@@ -65,7 +65,7 @@ class Worker:
             self._models[message["model"]] = load_shard(folder, self._world, pipeline=message["pipeline"])
         except UserError as fault:
             error = str(fault)
-        if self._world.agree(error):  # rank 0 tells the person
+        if self._world.agree(error):  # rank 0 reports it
             self._models.pop(message["model"], None)
 
     def _folder(self, message: dict[str, Any]) -> Path:
@@ -77,16 +77,18 @@ class Worker:
         return folder
 
     def _cache(self, message: dict[str, Any], model: Transformer) -> list[KVCache] | None:
-        """The cache of a message, ending where the pass begins."""
+        """The cache of a message, trimmed to the start of the pass; made first if it is new."""
         if "cache" not in message:
             return None
         number, start_pos = message["cache"], message["at"]
         if number not in self._caches:
             parent = self._caches.get(message.get("of"))
-            made = model.make_cache(CacheSettings(**message["settings"])) if parent is None else parent
-            self._caches[number] = made if parent is None else [entry.prefix(start_pos) for entry in parent]
-        found = self._caches[number]
-        for entry in found:
+            if parent is None:
+                self._caches[number] = model.make_cache(CacheSettings(**message["settings"]))
+            else:
+                self._caches[number] = [entry.prefix(start_pos) for entry in parent]
+        cache = self._caches[number]
+        for entry in cache:
             if entry.offset > start_pos:
                 entry.trim(entry.offset - start_pos)
-        return found
+        return cache

@@ -1,4 +1,4 @@
-"""The ranks of one run: who am I, what rank 0 tells the others, and how a rank learns that another one is gone."""
+"""The ranks of one run: the rank of this process, the collectives, and the messages from rank 0 to the workers."""
 
 import json
 import os
@@ -13,14 +13,14 @@ from mlx_llama3.parallel.connections import Connections
 
 import mlx.core as mx
 
-# A message is so many bytes, so that a usual one costs one collective: its length (4 bytes), then JSON. What does not
-# fit follows in a second collective.
-BLOCK = 256
-LENGTH = 4
+# A message is its length (4 bytes, little-endian), then JSON. The first block is one collective of this many bytes,
+# which is enough for most messages; the rest follows in a second collective.
+BLOCK_BYTES = 256
+LENGTH_BYTES = 4
 
 
 def launched() -> bool:
-    """Whether a launcher started this process as one of several. Looks at the environment only."""
+    """Whether a launcher started this process as one of several, by the environment alone."""
     if not os.environ.get("MLX_RANK"):
         return False
     hostfile = os.environ.get("MLX_HOSTFILE")
@@ -29,13 +29,13 @@ def launched() -> bool:
 
 
 def is_worker() -> bool:
-    """Whether this process is another rank than the one in front."""
+    """Whether this process is a worker, which is any rank but 0."""
     return launched() and os.environ["MLX_RANK"] != "0"
 
 
 @cache
 def world() -> "World":
-    """All ranks, after waiting for them; once a process. Raises `UserError` if they cannot reach each other."""
+    """Connect to all ranks, and wait for them; once per process. Raises `UserError` if they cannot be reached."""
     backend = "jaccl" if "MLX_IBV_DEVICES" in os.environ else "ring"
     try:
         group = mx.distributed.init(strict=True, backend=backend)
@@ -48,10 +48,11 @@ def world() -> "World":
 
 
 class World:
-    """The ranks, and the collectives among them.
+    """The ranks and their collectives.
 
-    All ranks must run the same collectives in the same order; on rank 0 that holds only while `together` is True, which
-    `Rank0` sets around what it has told the others. Elsewhere a collective would wait for ever, so it is refused.
+    All ranks must run the same collectives in the same order. On rank 0 that is so only while `together` is True, which
+    `Rank0` sets while it runs a message that it has broadcast. At other times a collective would wait forever, so it
+    raises `UserError`.
     """
 
     def __init__(self, group: mx.distributed.Group, connections: Connections) -> None:
@@ -61,62 +62,62 @@ class World:
         self._group = group
 
     def sum(self, x: mx.array) -> mx.array:
-        """The sum of all ranks' `x`, the same bits on every rank; any shape."""
+        """The sum of `x` over all ranks, of any shape; bit-identical on every rank."""
         self._check()
         return mx.distributed.all_sum(x, group=self._group)
 
     def from_rank0(self, x: mx.array) -> mx.array:
-        """Rank 0's `x`; the others give one of the same shape and type."""
+        """Rank 0's `x`. The workers pass an array of the same shape and dtype, whose values are ignored."""
         return self.sum(x if self.rank == 0 else mx.zeros_like(x))
 
     def gather(self, x: mx.array) -> mx.array:
-        """`x` of every rank, `(size, *x.shape)`."""
+        """`x` of every rank, stacked: `(size, *x.shape)`."""
         self._check()
         return mx.distributed.all_gather(x[None], group=self._group)
 
     def send(self, x: mx.array, rank: int) -> mx.array:
-        """`x`, sent to a neighbour when the result is evaluated."""
+        """Send `x` to a neighbour when the result, which equals `x`, is evaluated."""
         self._check()
         return mx.distributed.send(x, rank, group=self._group)
 
     def receive(self, shape: tuple[int, ...], dtype: mx.Dtype, rank: int) -> mx.array:
-        """What a neighbour sends."""
+        """The array that a neighbour sends."""
         self._check()
         return mx.distributed.recv(shape, dtype, rank, group=self._group)
 
     def broadcast(self, message: dict[str, Any]) -> None:
-        """Queue a message to the other ranks, for their `next_message`; on rank 0."""
+        """Queue a message to the workers, for their `next_message`. Only for rank 0."""
         text = json.dumps(message, separators=(",", ":")).encode()
-        data = np.zeros(max(BLOCK, LENGTH + len(text)), np.uint8)
-        data[:LENGTH] = np.frombuffer(len(text).to_bytes(LENGTH, "little"), np.uint8)
-        data[LENGTH : LENGTH + len(text)] = np.frombuffer(text, np.uint8)
-        parts = [self.sum(mx.array(part)) for part in (data[:BLOCK], data[BLOCK:]) if part.size]
+        data = np.zeros(max(BLOCK_BYTES, LENGTH_BYTES + len(text)), np.uint8)
+        data[:LENGTH_BYTES] = np.frombuffer(len(text).to_bytes(LENGTH_BYTES, "little"), np.uint8)
+        data[LENGTH_BYTES : LENGTH_BYTES + len(text)] = np.frombuffer(text, np.uint8)
+        parts = [self.sum(mx.array(part)) for part in (data[:BLOCK_BYTES], data[BLOCK_BYTES:]) if part.size]
         mx.async_eval(parts)
 
     def next_message(self) -> dict[str, Any]:
-        """The next message of rank 0. Waits for it without using the processor, where the backend is the ring."""
+        """Wait for the next message of rank 0; with the ring backend, without using the processor."""
         self.connections.wait()
-        data = np.array(self.sum(mx.zeros(BLOCK, mx.uint8)))
-        self.connections.check()  # a collective that failed may give anything
-        length = int.from_bytes(data[:LENGTH].tobytes(), "little")
-        if length > BLOCK - LENGTH:
-            data = np.concatenate([data, np.array(self.sum(mx.zeros(LENGTH + length - BLOCK, mx.uint8)))])
-        return json.loads(data[LENGTH : LENGTH + length].tobytes())
+        data = np.array(self.sum(mx.zeros(BLOCK_BYTES, mx.uint8)))
+        self.connections.check()  # the result of a failed collective is undefined
+        length = int.from_bytes(data[:LENGTH_BYTES].tobytes(), "little")
+        if length > BLOCK_BYTES - LENGTH_BYTES:
+            data = np.concatenate([data, np.array(self.sum(mx.zeros(LENGTH_BYTES + length - BLOCK_BYTES, mx.uint8)))])
+        return json.loads(data[LENGTH_BYTES : LENGTH_BYTES + length].tobytes())
 
     def agree(self, error: str = "") -> str:
-        """Wait until all ranks are here. Returns the first error that one of them brings, on all ranks."""
-        own = np.zeros(4 * BLOCK, np.uint8)
+        """A barrier: wait for all ranks. Returns the first error that a rank passes, the same on all ranks, or ""."""
+        own = np.zeros(4 * BLOCK_BYTES, np.uint8)
         text = error.encode()[: own.size]
         own[: len(text)] = np.frombuffer(text, np.uint8)
-        for rank, each in enumerate(np.array(self.gather(mx.array(own)))):
-            if told := each.tobytes().rstrip(b"\0").decode(errors="ignore"):
-                return told if rank == 0 else f"on rank {rank}: {told}"
+        for rank, row in enumerate(np.array(self.gather(mx.array(own)))):
+            if message := row.tobytes().rstrip(b"\0").decode(errors="ignore"):
+                return message if rank == 0 else f"on rank {rank}: {message}"
         return ""
 
     def not_whole(self) -> UserError:
-        """The error for what looks into a model that is not all here."""
+        """The error for a feature that a sharded model cannot offer."""
         return UserError(
-            f"this needs the whole model, which lies in parts on {self.size} ranks; start mlx-llama3 without mlx.launch"
+            f"this needs the whole model, which is split over {self.size} ranks; start mlx-llama3 without mlx.launch"
         )
 
     def _check(self) -> None:

@@ -37,7 +37,7 @@ def test_a_cache_is_two_numbers_of_16_bits_for_each_head_and_token():
 
 
 def test_more_ranks_than_heads_are_refused():
-    with pytest.raises(UserError, match="cannot be shared out to 16 ranks"):
+    with pytest.raises(UserError, match="cannot be split evenly over 16 ranks"):
         bytes_a_rank(known_args("405B"), 16, 4)
 
 

@@ -140,7 +140,7 @@ def main() -> None:
         run_worker(world(), Path)
         if scenario == "memory":
             found = {"peak": mx.get_peak_memory(), "read": read_bytes() - BEFORE}
-            Path(os.environ["FOLLOWER_REPORT"]).write_text(json.dumps(found))
+            Path(os.environ["WORKER_REPORT"]).write_text(json.dumps(found))
         return
     rank0 = this_rank0()
     rank0.pipeline = how == "pipeline"

@@ -1,4 +1,4 @@
-"""Tiny models whose heads, groups and vocabularies divide in every way that matters, as folders."""
+"""Folders of tiny models whose heads, groups and vocabularies do and do not divide by the number of ranks."""
 
 from pathlib import Path
 from typing import Any
@@ -26,12 +26,12 @@ def args_of(name: str) -> ModelArgs:
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A model folder for each of `SHAPES`."""
-    root, found = tmp_path_factory.mktemp("parts"), {}
+    root, folders = tmp_path_factory.mktemp("parts"), {}
     for seed, name in enumerate(SHAPES):
         args, settings = args_of(name), {}
         weights = random_weights(args, seed=seed)
         if name in BITS:
             weights = quantized(weights, bits=BITS[name])
             settings = {"quantization": {"bits": BITS[name], "group_size": 32}}
-        found[name] = write_folder(root / name.replace(" ", "-"), args, weights, **settings)
-    return found
+        folders[name] = write_folder(root / name.replace(" ", "-"), args, weights, **settings)
+    return folders

@@ -1,4 +1,4 @@
-"""Where the layers are cut."""
+"""The layers of each rank of a pipeline."""
 
 import pytest
 from tiny_models import tiny_args
@@ -8,7 +8,7 @@ from mlx_llama3.errors import UserError
 from mlx_llama3.parallel.pipeline import layer_counts
 
 
-def test_rank_0_has_less_layers_for_it_has_the_embedding_and_the_head():
+def test_rank_0_has_fewer_layers_because_it_has_the_embedding_and_the_head():
     assert layer_counts(known_args("8B"), 2, "8B") == [14, 18]  # the ends are 4.8 layers
     assert layer_counts(known_args("405B"), 4, "405B") == [30, 32, 32, 32]
 
@@ -17,9 +17,9 @@ def test_rank_0_has_less_layers_for_it_has_the_embedding_and_the_head():
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_the_ranks_hold_about_as_many_bytes(size: str, ranks: int):
     args = known_args(size)
-    found = bytes_a_rank(args, ranks, 16, pipeline=True)
-    layer = (sum(found) - 2 * 2 * args.vocab_size * args.dim) / args.n_layers
-    assert max(found) <= sum(found) / ranks + layer
+    sizes = bytes_a_rank(args, ranks, 16, pipeline=True)
+    layer = (sum(sizes) - 2 * 2 * args.vocab_size * args.dim) / args.n_layers
+    assert max(sizes) <= sum(sizes) / ranks + layer
 
 
 def test_every_rank_has_a_layer_even_if_the_ends_are_larger_than_all_layers():
@@ -27,5 +27,5 @@ def test_every_rank_has_a_layer_even_if_the_ends_are_larger_than_all_layers():
 
 
 def test_more_ranks_than_layers_are_refused():
-    with pytest.raises(UserError, match="model: 3 layers cannot be shared out to 4 ranks"):
+    with pytest.raises(UserError, match="model: 3 layers cannot be split over 4 ranks"):
         layer_counts(tiny_args(), 4, "model")

@@ -1,4 +1,4 @@
-"""Parts of tensors, read without the rest."""
+"""Shards of tensors, read without the rest."""
 
 from pathlib import Path
 
@@ -16,8 +16,8 @@ Q, DOWN, NORM = (f"model.layers.0.{name}.weight" for name in ("self_attn.q_proj"
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16])
-def test_dense_parts_are_the_bits_of_the_whole(dtype: mx.Dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(slices, "AT_ONCE", 100)  # several reads for a part
+def test_dense_shards_have_the_bits_of_the_whole(dtype: mx.Dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(slices, "MAX_READ_BYTES", 100)  # several reads for a shard
     weights = {name: weight.astype(dtype) for name, weight in random_weights(tiny_args()).items()}
     whole = Checkpoint(write_folder(tmp_path / "model", tiny_args(), weights))
     part = SlicedCheckpoint(whole, {Q: Shard(ROWS, 8, 24), DOWN: Shard(COLUMNS, 31, 80), NORM: None})
@@ -25,12 +25,12 @@ def test_dense_parts_are_the_bits_of_the_whole(dtype: mx.Dtype, tmp_path: Path, 
     assert part.nbytes == part.n_weights * dtype.size
     for name, expected in ((Q, weights[Q][8:24]), (DOWN, weights[DOWN][:, 31:80]), (NORM, weights[NORM])):
         assert part.weights[name].shape == expected.shape
-        found = part.pop(name)
-        assert found.dtype == dtype and mx.array_equal(found, expected)
+        tensor = part.pop(name)
+        assert tensor.dtype == dtype and mx.array_equal(tensor, expected)
 
 
 @pytest.mark.parametrize(("bits", "mode"), [(4, "affine"), (3, "affine"), (8, "affine"), (4, "mxfp4")])
-def test_quantized_columns_are_cut_between_groups(bits: int, mode: str, tmp_path: Path):
+def test_quantized_columns_are_split_between_groups(bits: int, mode: str, tmp_path: Path):
     packed = quantized(random_weights(tiny_args()), bits=bits, group_size=32, mode=mode)
     settings = {"bits": bits, "group_size": 32, "mode": mode}
     folder = write_folder(tmp_path / "model", tiny_args(), packed, quantization=settings)
@@ -44,7 +44,7 @@ def test_quantized_columns_are_cut_between_groups(bits: int, mode: str, tmp_path
     assert mx.array_equal(part.pop(Q), packed[Q][:32])
 
 
-def test_nan_in_this_part_is_named_and_nan_in_another_is_not_read(tmp_path: Path):
+def test_nan_in_this_shard_is_named_and_nan_in_another_is_not_read(tmp_path: Path):
     weights = random_weights(tiny_args())
     weights[Q][40, 3] = mx.nan
     whole = Checkpoint(write_folder(tmp_path / "model", tiny_args(), weights))
@@ -53,7 +53,7 @@ def test_nan_in_this_part_is_named_and_nan_in_another_is_not_read(tmp_path: Path
         SlicedCheckpoint(whole, {Q: Shard(ROWS, 32, 64)}).pop(Q)
 
 
-def test_a_file_that_was_cut_off_since_is_named(tmp_path: Path):
+def test_a_file_that_was_truncated_since_is_named(tmp_path: Path):
     folder = write_folder(tmp_path / "model", tiny_args())
     part = SlicedCheckpoint(Checkpoint(folder), {DOWN: None})
     with open(folder / "model.safetensors", "r+b") as file:
