@@ -1,6 +1,6 @@
-"""The command `mlx-llama3`: finds the subcommand, and turns errors into one line and an exit code.
+"""The command line: finds the subcommand, and turns errors into one line and an exit code.
 
-Nothing heavy is imported before the arguments are understood, so that `--help` answers at once.
+Nothing heavy is imported before the arguments are parsed, so that `--help` answers at once.
 """
 
 import argparse
@@ -14,15 +14,15 @@ from typing import Any, NoReturn
 
 from app.options.ranks import in_front, quiet_unless_in_front
 
-# Subcommand: the module with its add_arguments(parser) and run(args), and its line in --help.
+# Subcommand: its module, which has add_arguments(parser) and run(args), and its line in --help.
 COMMANDS = {
     "chat": ("app.commands.chat", "talk with a model in the terminal"),
     "generate": ("app.commands.generate", "answer one prompt and end"),
-    "cache": ("app.commands.cache", "read a long text once and keep what the model remembers in a file"),
-    "trace": ("app.commands.trace", "write what a model does inside to a file, or show such a file"),
+    "cache": ("app.commands.cache", "read a long text once and keep its KV cache in a file"),
+    "trace": ("app.commands.trace", "write the activations of a run to a file, or show such a file"),
     "app": ("app.commands.app", "open the desktop UI: chat, and look inside while the model speaks"),
     "convert": ("convert.commands.convert", "turn a published checkpoint into a model folder"),
-    "verify": ("convert.commands.verify", "prove that a converted folder is what its source means"),
+    "verify": ("convert.commands.verify", "compare a converted folder with its source"),
     "perplexity": ("convert.commands.perplexity", "how well a model predicts a text"),
     "doctor": ("app.commands.doctor", "show the machine, the memory and which kernels serve a model"),
     "bench": ("app.commands.bench", "measure how fast a model reads and writes here"),
@@ -41,7 +41,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class ShowVersion(argparse.Action):
-    """`--version`: looked up only when asked for."""
+    """`--version`; the version is imported only for this option."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         from mlx_llama3 import __version__
@@ -51,7 +51,7 @@ class ShowVersion(argparse.Action):
 
 
 def build_parser(command: str | None) -> Parser:
-    """The parser of everything; only `command` has its arguments filled in, since that imports its module."""
+    """The parser. Only `command` gets its arguments, because adding them imports its module."""
     parser = Parser(prog="mlx-llama3", description="Llama 3 on Apple silicon: chat, generate, convert.")
     parser.add_argument("--version", action=ShowVersion, nargs=0, help="show the version and exit")
     parser.add_argument("--debug", action="store_true", help="show the whole traceback of an error")
@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader has left. Python flushes standard output once more at its end and would complain of it.
+        # The reader has left. Python flushes standard output once more at exit, which would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     except OSError as error:
@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _open_closed_streams() -> None:
-    """A stream that the caller closed (`>&-`) is nowhere; else the next file that is opened would take its number."""
+    """Open streams that the caller closed (`>&-`) on the null device; else the next file would take their number."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115

@@ -9,14 +9,14 @@ from app.options.options import add_cache_options, add_draft_options, add_model_
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `mlx-llama3 app`."""
+    """Add the options of `mlx-llama3 app`."""
     add_model_option(parser)
     parser.add_argument("--port", type=positive, metavar="N", help="default: the first free one from 7860 on")
     add_draft_options(parser)
     add_cache_options(parser)
-    shown = parser.add_mutually_exclusive_group()
-    shown.add_argument("--no-browser", action="store_true", help="only serve, and print the address")
-    shown.add_argument("--window", action="store_true", help="a window of its own (pip install 'mlx-llama3[window]')")
+    display = parser.add_mutually_exclusive_group()
+    display.add_argument("--no-browser", action="store_true", help="only serve, and print the address")
+    display.add_argument("--window", action="store_true", help="a window of its own (pip install 'mlx-llama3[window]')")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -27,9 +27,9 @@ def run(args: argparse.Namespace) -> int:
 
     if args.window and importlib.util.find_spec("webview") is None:
         raise UserError("--window needs pywebview: pip install 'mlx-llama3[window]', or leave --window out")
-    draft, kept = requested_draft(args), cache_settings(args)
+    draft, cache = requested_draft(args), cache_settings(args)
     print("Starting ...", flush=True)
-    with serving(args.model, args.port, draft, kept) as address:
+    with serving(args.model, args.port, draft, cache) as address:
         print(f"mlx-llama3 is open at {address} (this machine only); Ctrl-C ends it", flush=True)
         if args.window:
             import webview

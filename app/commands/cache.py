@@ -1,4 +1,4 @@
-"""`mlx-llama3 cache`: its options. The rest is imported when it runs, so that `--help` costs no import of MLX."""
+"""`mlx-llama3 cache`: its options. `run` imports the rest, so that `--help` does not import MLX."""
 
 import argparse
 from pathlib import Path
@@ -9,10 +9,10 @@ PLACES = {"user": "the user's message", "system": "the system prompt", "raw": "t
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `mlx-llama3 cache`."""
+    """Add the options of `mlx-llama3 cache`."""
     parser.description = (
-        "Read a long text once and keep what the model remembers of it in a file. generate and chat with "
-        "--prompt-cache FILE then start at once where a prompt begins with the same text."
+        "Read a long text once and write its KV cache to a file. generate and chat with --prompt-cache FILE then start "
+        "at once where a prompt begins with the same text."
     )
     add_model_options(parser)
     parser.add_argument("--prompt-file", type=Path, metavar="FILE", required=True, help="the text, in UTF-8")

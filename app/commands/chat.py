@@ -1,4 +1,4 @@
-"""`mlx-llama3 chat`: its options. The chat itself is imported when it runs, so that `--help` costs no import of MLX."""
+"""`mlx-llama3 chat`: its options. `run` imports the rest, so that `--help` does not import MLX."""
 
 import argparse
 from pathlib import Path
@@ -17,7 +17,7 @@ MAX_TOKENS = 1024
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `mlx-llama3 chat`."""
+    """Add the options of `mlx-llama3 chat`."""
     parser.description = (
         "Talk with a model in the terminal; /help there lists the commands. In a pipe each line is a message, and the "
         "first error ends it."

@@ -1,13 +1,13 @@
-"""`mlx-llama3 doctor`: its options. The rest is imported when it runs, so that `--help` costs no import of MLX."""
+"""`mlx-llama3 doctor`: its options. `run` imports the rest, so that `--help` does not import MLX."""
 
 import argparse
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `mlx-llama3 doctor`."""
+    """Add the options of `mlx-llama3 doctor`."""
     parser.description = (
-        "Show the machine, what a model takes of its memory, and which kernels serve it. On a Mac the kernels are "
-        "tried if they were not yet."
+        "Show the machine, how much of its memory a model takes, and which kernels serve the model. On a Mac, kernels "
+        "that were not tried yet are tried."
     )
     parser.add_argument(
         "-m",
@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Look, and print; 2 if the model could not be loaded."""
+    """Examine and print; returns 2 if the model cannot be loaded."""
     from app.machine.doctor import doctor
 
     return doctor(args.model, as_json=args.json)

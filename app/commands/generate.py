@@ -1,4 +1,4 @@
-"""`mlx-llama3 generate`: its options. The rest is imported when it runs, so that `--help` costs no import of MLX."""
+"""`mlx-llama3 generate`: its options. `run` imports the rest, so that `--help` does not import MLX."""
 
 import argparse
 from pathlib import Path
@@ -22,7 +22,7 @@ STANDARD_OUTPUT, BATCH_SIZE = Path("-"), 8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `mlx-llama3 generate`."""
+    """Add the options of `mlx-llama3 generate`."""
     parser.description = "Answer one prompt and end. The text is streamed to standard output."
     add_model_options(parser)
     add_prompt_options(parser)

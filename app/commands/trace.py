@@ -1,4 +1,4 @@
-"""`mlx-llama3 trace`: its options. The rest is imported when it runs, so that `--help` costs no import of MLX."""
+"""`mlx-llama3 trace`: its options. `run` imports the rest, so that `--help` does not import MLX."""
 
 import argparse
 from pathlib import Path
@@ -12,7 +12,7 @@ POINTS = ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post")
 
 
 def names(text: str) -> list[str]:
-    """`norms,residuals` as a list of what a trace can hold."""
+    """Parse `norms,residuals` into a list of what a trace can hold."""
     words = text.split(",")
     for word in words:
         if word not in SAVE:
@@ -21,10 +21,10 @@ def names(text: str) -> list[str]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `mlx-llama3 trace`."""
-    way = parser.add_mutually_exclusive_group(required=True)
-    way.add_argument("--out", type=Path, metavar="FILE", help="answer a prompt and write the trace (safetensors)")
-    way.add_argument("--show", type=Path, metavar="FILE", help="show a trace that was written")
+    """Add the options of `mlx-llama3 trace`."""
+    action = parser.add_mutually_exclusive_group(required=True)
+    action.add_argument("--out", type=Path, metavar="FILE", help="answer a prompt and write the trace (safetensors)")
+    action.add_argument("--show", type=Path, metavar="FILE", help="show a trace that was written")
     parser.add_argument(
         "--save",
         type=names,
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def span(text: str) -> slice:
-    """`A:B`, each of which may be left out."""
+    """Parse `A:B` into a slice; either may be left out."""
     start, colon, end = text.partition(":")
     if not colon:
         raise argparse.ArgumentTypeError(f"{text!r} is not A:B, as in 10:50")

@@ -1,4 +1,4 @@
-"""Answers a file of prompts, several at once, in the order of the file."""
+"""Answers a file of prompts, several at a time, and writes the answers in the order of the file."""
 
 import argparse
 import hashlib
@@ -24,7 +24,7 @@ from mlx_llama3.generation.stream import check_prompt
 from mlx_llama3.parallel.rank0 import this_rank0
 from mlx_llama3.system.files import check_place
 
-# Options of `generate` for one answer, which a batch has no use for.
+# Options for a single answer, which `--batch` refuses.
 _ALONE = (
     *("prompt", "messages", "raw", "ids", "json", "logprobs", "scale"),
     *("draft", "draft_tokens", "prompt_cache", "max_kv_size", "kv_bits"),
@@ -78,7 +78,7 @@ def _check_options(args: argparse.Namespace) -> None:
 
 
 def _request(line: BatchLine, opened: OpenModel, batch: BatchRequest) -> Request:
-    """What a line asks for; raises `UserError` that names the line."""
+    """The request of a line. Raises `UserError` that names the line."""
     names = {each.name for each in fields(Sampling)}
     sampling = Sampling(**{name: value for name, value in line.settings.items() if name in names})
     try:
@@ -91,7 +91,7 @@ def _request(line: BatchLine, opened: OpenModel, batch: BatchRequest) -> Request
 
 
 def _fingerprints(requests: list[Request], opened: OpenModel) -> list[str]:
-    """Of each request and the model it is for: alike only if the answer is to be the same."""
+    """A hash of each request and of the model; equal only where the answers must be equal."""
     model = model_fingerprint(opened.model)
 
     def of(request: Request) -> str:
@@ -110,7 +110,7 @@ def _run(opened: OpenModel, batch: BatchRequest, requests: list[Request], output
     if size < batch.size:
         status(f"memory allows {size} prompts at a time, not {batch.size}\n")
     begin, tokens, early = perf_counter(), 0, {}
-    # On a terminal that shows the answers themselves there is no place for a count of them.
+    # A count would be printed between the answers where both go to the same terminal.
     counts = sys.stderr.isatty() and str(batch.out) != "-"
     for index, answer in generate_batch(opened.model, opened.tokenizer, requests, batch_size=size):
         early[index] = answer

@@ -1,4 +1,4 @@
-"""The lines of `generate --batch FILE`: each a prompt, or an object with a prompt and options of its own."""
+"""Reads the lines of `generate --batch FILE`: each is a prompt, or an object with a prompt and its own options."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +15,7 @@ KEYS = ("id", "prompt", "messages", "system")
 
 
 class BatchLine(NamedTuple):
-    """One prompt: the line's number in the file, from 1; its own id, if it has one; the chat; options of `generate`."""
+    """One prompt: its line number (from 1), its own id if any, its chat, and its arguments for `generate`."""
 
     number: int
     id: Any

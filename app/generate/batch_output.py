@@ -1,4 +1,4 @@
-"""The answers of `generate --batch`, a line of JSON each: written in order, and gone on with after an interruption."""
+"""Writes the answers of `generate --batch`, a line of JSON each, in order; resumes a file that was interrupted."""
 
 import json
 import sys
@@ -32,7 +32,7 @@ class AnswerFile:
         except OSError as error:
             raise UserError(f"{path}: cannot be written: {error.strerror}") from error
         try:
-            if mode != "wb":  # a device or a pipe holds no answers
+            if mode != "wb":  # a device or a pipe has no earlier answers to resume
                 self._lock()
                 self._resume()
         except UserError:
@@ -47,7 +47,7 @@ class AnswerFile:
             self._file.close()
 
     def write(self, answer: dict[str, Any]) -> None:
-        """Append the next answer, whole and at once. Raises `UserError` if the file takes no more."""
+        """Append the next answer as one line and flush it. Raises `UserError` if the disk is full."""
         content = {"request": self._requests[self.done], **answer}
         line = json.dumps(content, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
         try:
@@ -56,13 +56,13 @@ class AnswerFile:
         except OSError as error:
             if self._file is sys.stdout.buffer:
                 raise
-            with suppress(OSError):  # closing tries once more to write what is left
+            with suppress(OSError):  # closing tries to flush the same bytes again
                 self._file.close()
             raise UserError(f"{self.path}: cannot be written: {error.strerror}; run again to go on") from error
         self.done += 1
 
     def _lock(self) -> None:
-        """Until the file is closed: two runs at a time would write over each other's answers."""
+        """Lock the file until it is closed, because two runs at a time would overwrite each other's answers."""
         with suppress(OSError):  # a file system without locks
             if not try_lock(self._file):
                 raise UserError(f"{self.path}: another run writes it now; wait for it, or choose another --out")
@@ -92,7 +92,7 @@ class AnswerFile:
             )
 
     def _check_half(self, line: bytes) -> None:
-        """Raise rather than cut off what no run of this has written."""
+        """Raise `UserError` unless a half-written line is the start of an answer, which may be cut off."""
         expected = b'{"request": "' + (self._requests[self.done].encode() if self.done < len(self._requests) else b"")
         length = min(len(line), len(expected))
         if line[:length] != expected[:length]:

@@ -1,4 +1,4 @@
-"""`--draft` and `--draft-tokens`: from the options to what drafts for an open model."""
+"""Speculative decoding on the command line: `--draft` and `--draft-tokens`."""
 
 import argparse
 from pathlib import Path
@@ -12,18 +12,18 @@ from mlx_llama3.generation.speculative.speculation import Speculation, check_tok
 
 
 class Drafting(NamedTuple):
-    """What `--draft` and `--draft-tokens` ask for."""
+    """The drafter that `--draft` names, and the most tokens of a draft (`--draft-tokens`; None: the default)."""
 
     name: str
     tokens: int | None
 
     @property
     def needs_model(self) -> bool:
-        """Whether a second model drafts."""
+        """Whether the drafter is a second model."""
         return self.name != NGRAM
 
     def open(self, opened: OpenModel) -> Speculation:
-        """Fetch what is missing, compare the tokenizers, load. Raises `UserError` as `load_draft` does."""
+        """Make the drafter for an open model; fetch and load a draft model. Raises `UserError` as `load_draft` does."""
         if not self.needs_model:
             return ngram_draft(self.tokens)
         title, folder = find_model(self.name)
@@ -31,12 +31,12 @@ class Drafting(NamedTuple):
             return self.load(opened, folder)
 
     def load(self, opened: OpenModel, folder: Path) -> Speculation:
-        """As `open`, for a draft model that is there."""
+        """Make the drafter from the folder of a draft model. Raises `UserError` as `load_draft` does."""
         return load_draft_folder(folder, opened.model, opened.tokenizer, tokens=self.tokens)
 
 
 def requested_draft(args: argparse.Namespace) -> Drafting | None:
-    """What the command line asks for. Raises `UserError` for what can be refused before a model is loaded."""
+    """Read the options; None without `--draft`. Raises `UserError` before any model is loaded."""
     if args.draft is None:
         if args.draft_tokens is not None:
             raise UserError("--draft-tokens needs --draft: a smaller model, or ngram")

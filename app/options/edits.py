@@ -1,4 +1,4 @@
-"""What-if edits on the command line, and as text wherever a trace or a page names them: `3:mlp=0`, `5:head:2=0.5`."""
+"""What-if edits as text, `3:mlp=0` or `5:head:2=0.5`: the option `--scale`, and how traces and pages name them."""
 
 import argparse
 import re
@@ -13,7 +13,7 @@ FORM = re.compile(r"(\d+):(attention|mlp|head:(\d+))=(.+)")
 
 
 def scale_edit(text: str) -> "Scale":
-    """`LAYER:BRANCH=FACTOR`, where BRANCH is attention, mlp or head:N, for argparse."""
+    """Parse `LAYER:BRANCH=FACTOR` for argparse; BRANCH is attention, mlp or head:N."""
     from mlx_llama3.model.hooks.edits import Scale  # here, because --help must not import MLX
 
     match = FORM.fullmatch(text)
@@ -24,13 +24,13 @@ def scale_edit(text: str) -> "Scale":
 
 
 def edit_text(edit: "Scale") -> str:
-    """The text that `scale_edit` reads."""
+    """The text that `scale_edit` would parse into `edit`."""
     branch = edit.branch if edit.head is None else f"{edit.branch}:{edit.head}"
     return f"{edit.layer}:{branch}={edit.factor:g}"
 
 
 def add_edit_options(parser: argparse.ArgumentParser) -> None:
-    """`--scale`."""
+    """Add `--scale`."""
     parser.add_argument(
         "--scale",
         type=scale_edit,

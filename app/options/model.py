@@ -1,4 +1,4 @@
-"""From `--model` to a loaded model and its tokenizer, telling what happens meanwhile."""
+"""From `--model` to a loaded model and its tokenizer, with a status line meanwhile."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +14,7 @@ from mlx_llama3.tokenizer.tokenizer import Tokenizer
 
 
 class OpenModel(NamedTuple):
-    """A model ready for use, and the name to show for it."""
+    """A loaded model with its tokenizer, and the name to show for it."""
 
     name: str
     model: Transformer
@@ -22,14 +22,14 @@ class OpenModel(NamedTuple):
 
 
 def open_model(name: str) -> OpenModel:
-    """Fetch what is missing and load. Raises `UserError` in all the ways in which a model can be absent or broken."""
+    """Download a model if need be, and load it. Raises `UserError` if it is absent, broken or too large."""
     title, folder = find_model(name)
     with status_while(f"Loading {title} ..."):
         return load_found(title, folder)
 
 
 def find_model(name: str, on_progress: Callable[[int, int], None] | None = None) -> tuple[str, Path]:
-    """The name to show for a model and its folder; fetches what is missing. on_progress: as for `resolve`."""
+    """The name to show for a model, and its folder; downloads it if need be. on_progress: as for `resolve`."""
     folder = demo_model() if name == DEMO else resolve(name, on_progress)
     is_local = name == DEMO or folder == Path(name).expanduser()
     return folder.resolve().name if is_local else name, folder

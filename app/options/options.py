@@ -40,7 +40,7 @@ def positive(text: str) -> int:
 
 
 def utf8(text: str) -> str:
-    """Text as it was typed; Python passes bytes that are no UTF-8 on as lone surrogates, which no tokenizer takes."""
+    """Text in UTF-8. Python turns other bytes of an argument into lone surrogates, which no tokenizer takes."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -49,14 +49,14 @@ def utf8(text: str) -> str:
 
 
 def stop_strings(text: str) -> list[str]:
-    """One stop string, for argparse (which joins several) and `/set`."""
+    """One stop string, in a list: argparse collects such lists, `/set` takes one."""
     if not text:
         raise argparse.ArgumentTypeError("the stop string is empty")
     return [utf8(text)]
 
 
 def token_bias(text: str) -> dict[int, float]:
-    """`ID:BIAS`, or several with commas, as a mapping."""
+    """A mapping from `ID:BIAS` pairs separated by commas."""
     pairs = [pair.partition(":") for pair in text.split(",")]
     if not all(colon for _, colon, _ in pairs):
         raise argparse.ArgumentTypeError(f"{text!r} is not ID:BIAS, as in 42:-1.5")
@@ -64,7 +64,7 @@ def token_bias(text: str) -> dict[int, float]:
 
 
 def token_ids(text: str) -> list[int]:
-    """`1,2,3` as ids."""
+    """Token ids from `1,2,3`."""
     return [whole(word) for word in text.split(",")]
 
 
@@ -78,13 +78,13 @@ class Setting(NamedTuple):
 
 
 SETTINGS = {
-    "temperature": Setting(number, "T", "0 takes the best token always, 0.7 varies, above 1 is wild", ("--temp",)),
+    "temperature": Setting(number, "T", "0 always takes the best token, 0.7 varies, above 1 is wild", ("--temp",)),
     "top_k": Setting(whole, "K", "choose among the K best tokens (0: off)"),
     "top_p": Setting(number, "P", "choose among the best tokens that hold probability P together (1: off)"),
     "min_p": Setting(number, "P", "leave out tokens less probable than P times the best (0: off)"),
-    "repetition_penalty": Setting(number, "X", "weaken what prompt or answer said before, as 1.1 does (1: off)"),
-    "presence_penalty": Setting(number, "X", "taken off the logit of a token that the answer has used (0: off)"),
-    "frequency_penalty": Setting(number, "X", "taken off for each time that the answer has used it (0: off)"),
+    "repetition_penalty": Setting(number, "X", "weaken tokens that are in the prompt or answer, as 1.1 does (1: off)"),
+    "presence_penalty": Setting(number, "X", "subtracted from the logit of a token in the answer (0: off)"),
+    "frequency_penalty": Setting(number, "X", "subtracted for each time that a token is in the answer (0: off)"),
     "logit_bias": Setting(token_bias, "ID:BIAS", "added to the logit of token ID; -inf bans it; repeatable"),
     "seed": Setting(whole, "N", "same seed, same answer (default: a new one each time)"),
     "max_tokens": Setting(positive, "N", "the longest answer, in tokens"),
@@ -99,18 +99,18 @@ def option(name: str) -> str:
 
 @contextmanager
 def named_as_typed() -> Iterator[None]:
-    """Within, a `UserError` names the option that was typed where the library names its parameter."""
+    """In a `UserError` raised within, replace the library's parameter names by options: `top_k` by `--top-k`."""
     from mlx_llama3.errors import UserError  # here, because importing the library loads its BLAS
 
     try:
         yield
     except UserError as error:
         names = "|".join((*SETTINGS, "max_kv_size", "kv_bits"))
-        raise UserError(re.sub(rf"\b({names})\b", lambda found: option(found[0]), str(error))) from error
+        raise UserError(re.sub(rf"\b({names})\b", lambda match: option(match[0]), str(error))) from error
 
 
 def add_model_option(parser: argparse.ArgumentParser) -> None:
-    """`--model`; `options/model.py` opens it."""
+    """Add `--model`, which `options/model.py` opens."""
     parser.add_argument(
         "-m",
         "--model",
@@ -121,7 +121,7 @@ def add_model_option(parser: argparse.ArgumentParser) -> None:
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """`--model`, `--context`, `--system`."""
+    """Add `--model`, `--context` and `--system`."""
     add_model_option(parser)
     parser.add_argument(
         "--context", type=positive, metavar="N", help="use at most N tokens of context (default: the model's own)"
@@ -130,7 +130,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_prompt_options(parser: argparse.ArgumentParser) -> None:
-    """`--prompt`, `--messages`, `--raw` or `--ids`."""
+    """Add `--prompt`, `--messages`, `--raw` and `--ids`, of which one can be given."""
     group = parser.add_argument_group("the prompt (without any: standard input is the message)")
     group = group.add_mutually_exclusive_group()
     group.add_argument("-p", "--prompt", type=utf8, metavar="TEXT", help="one message of the user")
@@ -142,12 +142,12 @@ def add_prompt_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_draft_options(parser: argparse.ArgumentParser) -> None:
-    """`--draft`, `--draft-tokens`; `options/draft.py` reads them."""
+    """Add `--draft` and `--draft-tokens`, which `options/draft.py` reads."""
     parser.add_argument(
         "--draft",
         metavar="NAME",
-        help="answer faster, with the same tokens: a smaller model of the same family drafts them, or ngram, which "
-        "looks up what the text said before; it pauses where it does not pay",
+        help="speculative decoding, faster with the same tokens: a smaller model of the same family, or ngram, which "
+        "looks up earlier text; drafting switches itself off while it costs more than it saves",
     )
     parser.add_argument(
         "--draft-tokens", type=positive, metavar="N", help="draft at most N at a time (default: 4, with ngram 6)"
@@ -155,37 +155,38 @@ def add_draft_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_cache_options(parser: argparse.ArgumentParser) -> None:
-    """`--kv-bits`; `cache_settings` reads it."""
+    """Add `--kv-bits`, which `cache_settings` reads."""
     parser.add_argument(
         "--kv-bits",
         type=whole,
         choices=(4, 8),
-        help="remember in less memory: keys in 8 bits, values in 4 or 8 (default: both as the model computes them)",
+        help="a quantized KV cache, for more context in the same memory: keys in 8 bits, values in 4 or 8 "
+        "(default: not quantized)",
     )
 
 
 def add_window_option(parser: argparse.ArgumentParser) -> None:
-    """`--max-kv-size`; `cache_settings` reads it."""
+    """Add `--max-kv-size`, which `cache_settings` reads."""
     parser.add_argument(
         "--max-kv-size",
         type=positive,
         metavar="N",
-        help="remember N tokens at most: the system prompt and the last ones (default: all)",
+        help="keep at most N tokens in the KV cache: the system prompt and the latest ones (default: all)",
     )
 
 
 def add_prompt_cache_option(parser: argparse.ArgumentParser) -> None:
-    """`--prompt-cache`."""
+    """Add `--prompt-cache`."""
     parser.add_argument(
         "--prompt-cache",
         type=Path,
         metavar="FILE",
-        help="do not read again what the prompt has in common with this file, which mlx-llama3 cache wrote",
+        help="a file that mlx-llama3 cache wrote: the start that it has in common with the prompt is not read again",
     )
 
 
 def cache_settings(args: argparse.Namespace) -> "CacheSettings":
-    """How the command line wants the model to remember. Raises `UserError` for what does not go together."""
+    """The KV cache that the options ask for. Raises `UserError` for options that exclude each other."""
     from mlx_llama3.model.cache.settings import CacheSettings  # here, because --help must not import MLX
 
     names = {each.name for each in fields(CacheSettings)}
@@ -195,7 +196,7 @@ def cache_settings(args: argparse.Namespace) -> "CacheSettings":
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
-    """Every one of `SETTINGS`; those not given stay out of the namespace, so that a saved file can hold its own."""
+    """Add all of `SETTINGS`. Those not given stay out of the namespace, so that a saved conversation keeps its own."""
     group = parser.add_argument_group("how the answer is made")
     defaults = {"temperature": 0, "max_tokens": max_tokens}
     for name, setting in SETTINGS.items():
@@ -211,7 +212,7 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int) ->
 
 
 def given_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """What the command line says, as options of `generate`. Raises `UserError` for a value out of range."""
+    """The settings that were given, as arguments of `generate`. Raises `UserError` for a value out of range."""
     settings = {name: value for name, value in vars(args).items() if name in SETTINGS}
     if "logit_bias" in settings:
         settings["logit_bias"] = {token: bias for each in settings["logit_bias"] for token, bias in each.items()}

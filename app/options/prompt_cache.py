@@ -26,7 +26,7 @@ import mlx.core as mx
 
 
 def write(args: argparse.Namespace) -> None:
-    """What `mlx-llama3 cache` does. Raises `UserError`; what can be refused without the model is refused before it."""
+    """Run `mlx-llama3 cache`. Raises `UserError`, before the model is loaded wherever that is possible."""
     if args.system is not None and args.place != "user":
         raise UserError(f"--system does not go with --as {args.place}, which says everything itself")
     prompt_cache.check_writable(args.out)
@@ -36,21 +36,22 @@ def write(args: argparse.Namespace) -> None:
     room_for_answer(opened.model, ids, args.context)
     if args.place != "raw":
         settings = keep_system_prefix(settings, opened.tokenizer, text if args.place == "system" else args.system)
-    held = PrefixCache(opened.model.make_cache(settings), settings)
+    cache = PrefixCache(opened.model.make_cache(settings), settings)
     with _ended_at_once():
-        mx.eval(prefill(opened.model, ids, held.layers, on_prefill=_reading), [layer.state for layer in held.layers])
-    held.set_ids(ids)
-    prompt_cache.save(args.out, held, opened.model, opened.tokenizer, name=opened.name)
+        mx.eval(prefill(opened.model, ids, cache.layers, on_prefill=_reading), [layer.state for layer in cache.layers])
+    cache.set_ids(ids)
+    prompt_cache.save(args.out, cache, opened.model, opened.tokenizer, name=opened.name)
     print(f"{args.out}: {len(ids)} tokens, {args.out.stat().st_size / 1e6:.1f} MB")
 
 
 @contextmanager
 def _ended_at_once() -> Iterator[None]:
-    """Within, Ctrl-C ends the process itself: Python would hear of it only when MLX is done with a chunk of the prompt,
-    after seconds. Nothing is written yet that would have to be put in order.
+    """Let Ctrl-C end the process itself. Python would notice it only after a chunk of the prompt, which takes seconds.
+
+    No file is written within, so nothing is left half done.
     """
     handler = signal.getsignal(signal.SIGINT)
-    if handler is signal.default_int_handler:  # a shell has its background jobs ignore it
+    if handler is signal.default_int_handler:  # background jobs of a shell ignore SIGINT, and go on ignoring it
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         yield
@@ -59,7 +60,7 @@ def _ended_at_once() -> Iterator[None]:
 
 
 def beginning(tokenizer: Tokenizer, text: str, place: str, system: str | None) -> list[int]:
-    """The ids with which every prompt begins that has `text` in this place, whatever follows it there."""
+    """The token ids that all prompts share which begin with `text` in this place, whatever follows."""
     if place == "raw":
         return tokenizer.encode(text, bos=True)
     if place == "system":
@@ -70,41 +71,44 @@ def beginning(tokenizer: Tokenizer, text: str, place: str, system: str | None) -
 
 
 def requested_cache(args: argparse.Namespace) -> CacheSettings:
-    """How the options want the model to remember. Raises `UserError` for what can be refused before it is loaded."""
+    """Cache settings from the command line. Raises `UserError` before any model is loaded."""
     if args.prompt_cache is not None:
         if getattr(args, "scale", None):
-            raise UserError("--prompt-cache does not go with --scale: under an edit the model remembers something else")
+            raise UserError("--prompt-cache does not go with --scale: an edit changes keys and values")
         prompt_cache.check(args.prompt_cache)
     return cache_settings(args)
 
 
 def open_cache(
-    path: Path | None, asked: CacheSettings, opened: OpenModel, messages: list[dict[str, Any]] | None
+    path: Path | None, settings: CacheSettings, opened: OpenModel, messages: list[dict[str, Any]] | None
 ) -> PrefixCache:
-    """The cache of `--prompt-cache`, or an empty one; for one answer to `messages` (None: plain text)."""
+    """The cache from the file `path`, or an empty one with `settings`, for an answer to `messages` (None: plain text).
+
+    A window never loses the system prompt of `messages`.
+    """
     if path is not None:
-        return _load(path, opened, asked)
+        return _load(path, opened, settings)
     if messages is not None:
         system = messages[0]["content"] if messages[0]["role"] == "system" else None
-        asked = keep_system_prefix(asked, opened.tokenizer, system)
-    return PrefixCache(opened.model.make_cache(asked), asked)
+        settings = keep_system_prefix(settings, opened.tokenizer, system)
+    return PrefixCache(opened.model.make_cache(settings), settings)
 
 
-def _load(path: Path, opened: OpenModel, asked: CacheSettings) -> PrefixCache:
-    """Raises `UserError` if the file is not for this model, or if other options ask for another kind of cache."""
-    held = prompt_cache.load(path, opened.model, opened.tokenizer)
+def _load(path: Path, opened: OpenModel, settings: CacheSettings) -> PrefixCache:
+    """Raise `UserError` if the file is of another model, or if the options ask for another kind of cache."""
+    cache = prompt_cache.load(path, opened.model, opened.tokenizer)
     for name in ("max_kv_size", "kv_bits"):
-        wanted, there = getattr(asked, name), getattr(held.settings, name)
-        if wanted not in (None, there):
-            made = f"with {option(name)} {there}" if there else f"without {option(name)}"
+        wanted, stored = getattr(settings, name), getattr(cache.settings, name)
+        if wanted not in (None, stored):
+            made = f"with {option(name)} {stored}" if stored else f"without {option(name)}"
             raise UserError(f"{path} was made {made}, not {wanted}; leave the option out, or {prompt_cache.REMAKE}")
-    return held
+    return cache
 
 
-def reuse(path: Path | None, held: PrefixCache, ids: list[int]) -> list[int]:
-    """The ids still to feed of a prompt; says on standard error how much of it the file saves."""
-    before = len(held.ids)
-    new = held.reuse(ids)
+def reuse(path: Path | None, cache: PrefixCache, ids: list[int]) -> list[int]:
+    """The ids of a prompt that must still be fed; prints on standard error how many the file saves."""
+    before = len(cache.ids)
+    new = cache.reuse(ids)
     if path is not None:
         saved = len(ids) - len(new)
         print(f"({path} saves {saved} of the prompt's {len(ids)} tokens; it holds {before})", file=sys.stderr)
@@ -112,14 +116,14 @@ def reuse(path: Path | None, held: PrefixCache, ids: list[int]) -> list[int]:
 
 
 def adopt(path: Path | None, opened: OpenModel, conversation: Conversation) -> None:
-    """Have a conversation go on from the file of `--prompt-cache`, if there is one; tells how much agrees so far."""
+    """Have a conversation go on from the file `path`, if it is given; prints how many of its tokens begin the chat."""
     if path is None:
         return
-    held = _load(path, opened, conversation.cache_settings)
+    cache = _load(path, opened, conversation.cache_settings)
     start = conversation.ids or system_prefix(opened.tokenizer, conversation.system)
-    common = common_length(held.ids, start)
-    print(f"({path}: {common} of its {len(held.ids)} tokens begin this chat)", file=sys.stderr)
-    conversation.adopt(held)
+    common = common_length(cache.ids, start)
+    print(f"({path}: {common} of its {len(cache.ids)} tokens begin this chat)", file=sys.stderr)
+    conversation.adopt(cache)
 
 
 def _reading(done: int, total: int) -> None:

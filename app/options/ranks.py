@@ -1,6 +1,6 @@
-"""A command on several machines: `mlx.launch` starts it on each of them, rank 0 runs it, the others follow.
+"""A command on several machines: `mlx.launch` starts it on each, rank 0 runs it, the others are its workers.
 
-Without a launcher nothing of this is imported.
+In a single process, which is the usual case, this module imports neither MLX nor `mlx_llama3.parallel`.
 """
 
 import argparse
@@ -10,12 +10,12 @@ import signal
 from collections.abc import Iterator
 from typing import IO
 
-# What runs on several ranks.
+# Commands that can run on several ranks.
 SHARED = ("chat", "generate", "trace", "app")
 
 
 def add_ranks_options(parser: argparse.ArgumentParser) -> None:
-    """`--pipeline`."""
+    """Add `--pipeline`."""
     parser.add_argument(
         "--pipeline",
         action="store_true",
@@ -25,9 +25,10 @@ def add_ranks_options(parser: argparse.ArgumentParser) -> None:
 
 @contextlib.contextmanager
 def in_front(args: argparse.Namespace) -> Iterator[bool]:
-    """Whether to run the command here: True in a single process and on rank 0.
+    """Give True where the command is to run: in a single process, and on rank 0.
 
-    On the other ranks False, after they have followed rank 0 to its end. Raises `UserError` for what cannot be split.
+    A worker serves rank 0 until that ends, and then gives False. Raises `UserError` for a command that cannot run on
+    several ranks.
     """
     from mlx_llama3.errors import UserError
 
@@ -85,7 +86,7 @@ def _follow() -> None:
 
 @contextlib.contextmanager
 def quiet_unless_in_front() -> Iterator[None]:
-    """Around the reading of arguments, whose faults and help every rank would print."""
+    """Silence all ranks but rank 0 while arguments are parsed, so that help and errors are printed once."""
     if os.environ.get("MLX_RANK", "0") == "0":
         yield
         return
