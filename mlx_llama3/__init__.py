@@ -12,26 +12,16 @@ from typing import TYPE_CHECKING, Any
 from mlx_llama3.system.blas import use_openblas
 
 if TYPE_CHECKING:
-    from mlx_llama3.api import load, load_draft
-    from mlx_llama3.checkpoint.loading import load_model
-    from mlx_llama3.conversation.conversation import Conversation
-    from mlx_llama3.errors import UserError
-    from mlx_llama3.generation.sampling import Sampling
-    from mlx_llama3.generation.stream import Step, generate
-    from mlx_llama3.tokenizer.tokenizer import load_tokenizer
+    from mlx_llama3 import trace as trace
+    from mlx_llama3.api import load as load, load_draft as load_draft
+    from mlx_llama3.checkpoint.loading import load_model as load_model
+    from mlx_llama3.conversation.conversation import Conversation as Conversation
+    from mlx_llama3.errors import UserError as UserError
+    from mlx_llama3.generation.sampling import Sampling as Sampling
+    from mlx_llama3.generation.stream import Step as Step, generate as generate
+    from mlx_llama3.tokenizer.tokenizer import load_tokenizer as load_tokenizer
 
 __version__ = "0.1.0"
-__all__ = [
-    "Conversation",
-    "Sampling",
-    "Step",
-    "UserError",
-    "generate",
-    "load",
-    "load_draft",
-    "load_model",
-    "load_tokenizer",
-]
 
 use_openblas()  # before anything imports mlx.core
 
@@ -47,9 +37,12 @@ _MODULES = {
     "load_model": "checkpoint.loading",
     "load_tokenizer": "tokenizer.tokenizer",
 }
+__all__ = [*_MODULES, "trace"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
+    if name not in __all__:
         raise AttributeError(f"module 'mlx_llama3' has no attribute {name!r}")
+    if name == "trace":
+        return import_module("mlx_llama3.trace")
     return getattr(import_module(f"mlx_llama3.{_MODULES[name]}"), name)
