@@ -41,10 +41,11 @@ class PipelineShard:
 
     def checkpoint(self, folder: Any) -> SlicedCheckpoint:
         """This rank's tensors of a model folder. Raises `UserError` if there are fewer layers than ranks."""
-        whole = Checkpoint(folder)
-        bounds = layer_bounds(whole.args, self.world.size, str(folder))
+        checkpoint = Checkpoint(folder)
+        bounds = layer_bounds(checkpoint.args, self.world.size, str(folder))
         self.layers = range(*bounds[self.world.rank : self.world.rank + 2])
-        return SlicedCheckpoint(whole, {name: None for name in expected_shapes(whole.args) if self._has(name)})
+        names = filter(self._has, expected_shapes(checkpoint.args))
+        return SlicedCheckpoint(checkpoint, dict.fromkeys(names))
 
     def model(self, args: ModelArgs) -> "PipelineTransformer":
         """An empty model with this rank's layers."""

@@ -44,19 +44,19 @@ class Slice:
 
     path: Path
     offset: int  # of the tensor, in bytes
-    whole: tuple[int, ...]  # shape of the tensor
-    stored: str  # its type in safetensors
+    tensor_shape: tuple[int, ...]
+    stored_dtype: str  # as safetensors names it
     shard: Shard | None  # None for the whole tensor
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the shard."""
-        return shard_shape(self.whole, self.shard)
+        return shard_shape(self.tensor_shape, self.shard)
 
     @property
     def dtype(self) -> mx.Dtype:
         """The MLX dtype."""
-        return _TYPES[self.stored][1]
+        return _TYPES[self.stored_dtype][1]
 
     @property
     def size(self) -> int:
@@ -70,9 +70,9 @@ class Slice:
 
     def read(self) -> mx.array:
         """The shard, as an array; reads no other bytes."""
-        bits, dtype = _TYPES[self.stored]
+        bits, dtype = _TYPES[self.stored_dtype]
         part = np.empty(self.shape, bits)
-        row = prod(self.whole[1:]) * part.itemsize
+        row = prod(self.tensor_shape[1:]) * part.itemsize
         with open(self.path, "rb", buffering=0) as file:
             if self.shard is None or self.shard.axis == ROWS:
                 _read(file.fileno(), part, self.offset + (self.shard.start * row if self.shard else 0), self.path)
@@ -91,19 +91,19 @@ class SlicedCheckpoint(Checkpoint):
     scales and biases are read along with it.
     """
 
-    def __init__(self, whole: Checkpoint, shards: Mapping[str, Shard | None]) -> None:
-        self.folder, self.args, self._quantization = whole.folder, whole.args, whole._quantization
-        self._dtype = whole.dtype
-        shapes = expected_shapes(whole.args)
+    def __init__(self, checkpoint: Checkpoint, shards: Mapping[str, Shard | None]) -> None:
+        self.folder, self.args, self._quantization = checkpoint.folder, checkpoint.args, checkpoint._quantization
+        self._dtype = checkpoint.dtype
+        shapes = expected_shapes(checkpoint.args)
         self._n_weights = sum(prod(shard_shape(shapes[name], shard)) for name, shard in shards.items())
-        stored = {name: entry for path in weight_files(whole.folder) for name, entry in _stored(path).items()}
+        stored = {name: entry for path in weight_files(checkpoint.folder) for name, entry in _stored(path).items()}
         self.weights = {}
         for name, shard in shards.items():
             module = name.removesuffix(".weight")
-            quantization = whole.quantization(module)
+            quantization = checkpoint.quantization(module)
             self.weights[name] = Slice(*stored[name], _packed(shard, quantization))
             if quantization is not None:
-                for key in {f"{module}.scales", f"{module}.biases"} & whole.weights.keys():
+                for key in {f"{module}.scales", f"{module}.biases"} & checkpoint.weights.keys():
                     self.weights[key] = Slice(*stored[key], _grouped(shard, quantization))
 
     @property
@@ -128,9 +128,9 @@ class SlicedCheckpoint(Checkpoint):
         return tensor
 
 
-def shard_shape(whole: tuple[int, ...], shard: Shard | None) -> tuple[int, ...]:
-    """The shape of a shard of a tensor of the shape `whole`."""
-    return tuple(shard.end - shard.start if shard and axis == shard.axis else n for axis, n in enumerate(whole))
+def shard_shape(shape: tuple[int, ...], shard: Shard | None) -> tuple[int, ...]:
+    """The shape of a shard of a tensor of the shape `shape`."""
+    return tuple(shard.end - shard.start if shard and axis == shard.axis else n for axis, n in enumerate(shape))
 
 
 def _packed(shard: Shard | None, quantization: Quantization | None) -> Shard | None:
@@ -148,7 +148,7 @@ def _grouped(shard: Shard | None, quantization: Quantization) -> Shard | None:
 
 
 def _stored(path: Path) -> dict[str, tuple[Path, int, tuple[int, ...], str]]:
-    """Path, offset, shape and type of each tensor of a file, for `Slice`. `Checkpoint` has checked the file before."""
+    """Path, offset, shape and type of each tensor of a file, for `Slice`. `Checkpoint` has checked the file."""
     header = read_header(path)
     return {
         name: (path, header.data_start + entry["data_offsets"][0], tuple(entry["shape"]), entry["dtype"])

@@ -36,12 +36,11 @@ class TensorShard:
 
     def checkpoint(self, folder: Any) -> SlicedCheckpoint:
         """This rank's tensors of a model folder. Raises `UserError` if its heads or groups cannot be split."""
-        whole = Checkpoint(folder)
-        check_heads(whole.args, self._world.size, str(folder))
+        checkpoint = Checkpoint(folder)
+        check_heads(checkpoint.args, self._world.size, str(folder))
         rank, size = self._world.rank, self._world.size
-        return SlicedCheckpoint(
-            whole, {name: shard_of(name, whole, rank, size) for name in expected_shapes(whole.args)}
-        )
+        shards = {name: shard_of(name, checkpoint, rank, size) for name in expected_shapes(checkpoint.args)}
+        return SlicedCheckpoint(checkpoint, shards)
 
     def model(self, args: ModelArgs) -> Transformer:
         """An empty model with this rank's number of heads."""
@@ -135,28 +134,28 @@ class ModelSpec(Protocol):
         """The quantization of a module's matrix (by its Hugging Face name); None if it is dense."""
 
 
-def shard_of(name: str, whole: ModelSpec, rank: int, size: int) -> Shard | None:
+def shard_of(name: str, spec: ModelSpec, rank: int, size: int) -> Shard | None:
     """The rows or columns of a tensor (by its Hugging Face name) that a rank holds; None if it holds the whole tensor.
 
     Raises `UserError` if a group of quantized weights would be split.
     """
-    args, module = whole.args, name.removesuffix(".weight")
+    args, module = spec.args, name.removesuffix(".weight")
     kind = module.rpartition(".")[2]
     if kind in ("embed_tokens", "lm_head"):
         return Shard(ROWS, *even_bounds(args.vocab_size, size)[rank : rank + 2])
     if kind in ("gate_proj", "up_proj", "down_proj"):
         down = module.rpartition(".")[0] + ".down_proj"
-        group = _group_size(whole, down)
+        group = _group_size(spec, down)
         if args.hidden_dim // group < size:
-            raise CheckpointError(f"{whole.folder}: {down} has fewer than {size} groups of {group} weights")
+            raise CheckpointError(f"{spec.folder}: {down} has fewer than {size} groups of {group} weights")
         start, end = (group * bound for bound in even_bounds(args.hidden_dim // group, size)[rank : rank + 2])
         return Shard(COLUMNS if kind == "down_proj" else ROWS, start, end)
     if kind in ("q_proj", "k_proj", "v_proj", "o_proj"):
         heads = args.n_kv_heads if kind in ("k_proj", "v_proj") else args.n_heads
         width = heads // size * args.head_dim
-        if kind == "o_proj" and width % _group_size(whole, module):
+        if kind == "o_proj" and width % _group_size(spec, module):
             raise CheckpointError(
-                f"{whole.folder}: {module} has groups of {_group_size(whole, module)} weights, which {size} ranks "
+                f"{spec.folder}: {module} has groups of {_group_size(spec, module)} weights, which {size} ranks "
                 f"would split at {width}; start another number of ranks, or split the layers instead: --pipeline"
             )
         return Shard(COLUMNS if kind == "o_proj" else ROWS, rank * width, (rank + 1) * width)
@@ -168,8 +167,8 @@ def even_bounds(total: int, size: int) -> list[int]:
     return [total * rank // size for rank in range(size + 1)]
 
 
-def _group_size(whole: ModelSpec, module: str) -> int:
+def _group_size(spec: ModelSpec, module: str) -> int:
     """The number of columns that must stay on one rank."""
-    quantization = whole.quantization(module)
+    quantization = spec.quantization(module)
     # nvfp4 has a scale for 16 weights, but MLX packs at least 32 columns.
     return 1 if quantization is None else max(quantization.group_size, 32)

@@ -1,4 +1,4 @@
-"""Locks between processes (`flock`): they end with the process that holds them, however it ends."""
+"""Locks between processes (`flock`), which the system releases however a process ends."""
 
 import fcntl
 from collections.abc import Iterator
@@ -9,9 +9,9 @@ from typing import IO
 
 @contextmanager
 def exclusive(path: Path) -> Iterator[None]:
-    """Hold the lock of the file `path`, made if need be; wait while another process holds it. Raises `OSError`."""
+    """Hold the lock of the file `path`, which is created if needed; wait for other processes. Raises `OSError`."""
     with path.open("w", encoding="utf-8") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # closing the file lets go of it
+        fcntl.flock(file, fcntl.LOCK_EX)  # closing the file releases the lock
         yield
 
 

@@ -1,4 +1,4 @@
-"""The header of a safetensors file, checked against the file.
+"""Reads the header of a safetensors file, and checks it.
 
 The format (safetensors README, "Format"): 8 bytes of header length, little-endian; the header, a JSON object from name
 to dtype, shape and [begin, end) offsets in the data that follows; the data, without gaps.
@@ -11,18 +11,19 @@ from typing import Any, NamedTuple
 
 from mlx_llama3.errors import UserError
 
-# The format's own limit is 100 MB; the longest known header (405B in one file) has a quarter of a megabyte.
+# The format allows 100 MB; the longest known header (405B in one file) has a quarter of a megabyte.
 _MAX_HEADER_BYTES = 16 << 20
 
 
 class HeaderError(UserError):
-    """A file whose header is damaged, or which is not a safetensors file."""
+    """The header of a file is damaged, or it is not a safetensors file."""
 
 
 class SafetensorsHeader(NamedTuple):
-    """`entries` by tensor name as they stand in the file, not checked; byte offsets of the data and of the file's end.
+    """The content of a header.
 
-    `metadata` is the header's `__metadata__`, empty where there is none.
+    entries: by tensor name, as in the file, not checked. metadata: the header's `__metadata__`, empty if there is none.
+    data_start: offset of the data in bytes. size: of the file in bytes.
     """
 
     entries: dict[str, Any]
@@ -32,7 +33,7 @@ class SafetensorsHeader(NamedTuple):
 
 
 def read_header(path: Path) -> SafetensorsHeader:
-    """Read the header alone.
+    """Read the header of a file, and nothing else.
 
     Raises:
         UserError: the file is absent or cannot be read.
@@ -49,7 +50,7 @@ def read_header(path: Path) -> SafetensorsHeader:
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from error
     entries = _parse(path, text)
-    # MLX writes null where it has nothing to say.
+    # MLX writes null for no metadata.
     metadata = entries.pop("__metadata__", None) or {}
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise HeaderError(f"{path}: __metadata__ in its header is not a table of texts; the file is damaged")
@@ -78,7 +79,7 @@ def _parse(path: Path, text: bytes) -> dict[str, Any]:
 
 
 class _DuplicateKeyError(Exception):
-    """A key that stands twice in one JSON object."""
+    """A key occurs twice in one JSON object."""
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
