@@ -19,7 +19,7 @@ def nan_error(model: Transformer, ids: Sequence[int]) -> UserError:
 def first_nan(model: Transformer, ids: Sequence[int]) -> str:
     """The name (Meta's) of the first module whose output for `ids`, from position 0, contains NaN or infinity."""
     if not model.is_whole:
-        return "a layer that a run on one machine would name"
+        return "an unknown layer (a run on one machine names it)"
     tokens = mx.array([list(ids)])
     freqs = model.rope.frequencies(0, len(ids))
     mask = "causal" if len(ids) > 1 else None

@@ -1,6 +1,6 @@
-"""Text to token ids and back, and chat messages to prompts.
+"""The tokenizer: encodes and decodes text, and turns chat messages into prompts.
 
-`vocabulary/` reads the files in which tokenizers travel; a chat format turns messages into ids.
+`vocabulary/` reads the file formats of tokenizers; a chat format turns messages into ids.
 """
 
 from mlx_llama3.tokenizer.detokenizer import Detokenizer

@@ -1,6 +1,6 @@
-"""Chat templates in Jinja, as model folders bring them: run in a sandbox, and safe from control tokens in messages.
+"""Jinja chat templates of model folders, run in a sandbox and protected from control tokens in messages.
 
-The environment is that of transformers (`utils/chat_template_utils.py`), so a template gives the same text here.
+The environment is that of transformers (`utils/chat_template_utils.py`), so templates render to the same text.
 """
 
 import json
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 
 class TemplateFormat:
-    """A `ChatFormat` that a folder's templates write.
+    """A `ChatFormat` that renders a folder's chat templates.
 
     Args:
-        templates: name -> Jinja source; `default`, and `tool_use` if tools have one of their own.
+        templates: name -> Jinja source; `default`, and optionally `tool_use` for prompts with tools.
         special: control tokens, name -> id.
-        variables: what templates may read beside the messages: `bos_token`, `eos_token`, ...
-        source: the folder, to be named in errors.
+        variables: template variables beside the messages: `bos_token`, `eos_token`, ...
+        source: the folder's name in errors.
     """
 
     def __init__(
@@ -37,23 +37,28 @@ class TemplateFormat:
         self._pattern = matcher(special)
 
     def pieces(self, messages: Sequence[Message], tools: Sequence[Message] | None, generation_prompt: bool) -> Pieces:
+        """As in `ChatFormat`. Raises `PromptError` if the template fails."""
         template = self._choose(tools)
-        cover = _Cover(self._pattern, template, messages, tools)
-        return self._split(self._render(template, cover, messages, tools, generation_prompt), cover)
+        placeholders = _Placeholders(self._pattern, template, messages, tools)
+        return self._split(self._render(template, placeholders, messages, tools, generation_prompt), placeholders)
 
     def pieces_after(self, reply: int, messages: Sequence[Message], tools: Sequence[Message] | None) -> Pieces:
+        """As in `ChatFormat`: renders a marker in place of the reply, and returns what follows the marker.
+
+        Raises `PromptError` if the template fails, or does not write the reply exactly once.
+        """
         template = self._choose(tools)
-        cover = _Cover(self._pattern, template, messages, tools)
-        mark = cover.unused()
-        # Its ids are known already, so its calls must not be written a second time.
-        marked = {key: value for key, value in messages[reply].items() if key != "tool_calls"} | {"content": mark}
+        placeholders = _Placeholders(self._pattern, template, messages, tools)
+        marker = placeholders.unused()
+        # The reply's ids, with its tool calls, are known already, so the template must not write the calls again.
+        marked = {key: value for key, value in messages[reply].items() if key != "tool_calls"} | {"content": marker}
         messages = [*messages[:reply], marked, *messages[reply + 1 :]]
-        _, *after = self._render(template, cover, messages, tools, True).split(mark)
+        _, *after = self._render(template, placeholders, messages, tools, True).split(marker)
         if len(after) != 1:
             raise PromptError(
                 f"{self._source}: the chat template does not write each answer once, so none can follow it"
             )
-        return self._split(after[0], cover)
+        return self._split(after[0], placeholders)
 
     def _choose(self, tools: Sequence[Message] | None) -> str:
         name = "tool_use" if tools and "tool_use" in self._templates else "default"
@@ -64,7 +69,7 @@ class TemplateFormat:
     def _render(
         self,
         template: str,
-        cover: "_Cover",
+        placeholders: "_Placeholders",
         messages: Sequence[Message],
         tools: Sequence[Message] | None,
         generation_prompt: bool,
@@ -72,9 +77,9 @@ class TemplateFormat:
         from jinja2 import TemplateError, TemplateSyntaxError
 
         try:
-            return _compiled(template).render(
-                messages=cover(messages),
-                tools=cover(tools),
+            return _compile(template).render(
+                messages=placeholders.substitute(messages),
+                tools=placeholders.substitute(tools),
                 documents=None,
                 add_generation_prompt=generation_prompt,
                 **self._variables,
@@ -85,62 +90,65 @@ class TemplateFormat:
             fault = f"does not take these messages: {' '.join(str(error).split())}"
         raise PromptError(f"{self._source}: the chat template {fault}")
 
-    def _split(self, rendered: str, cover: "_Cover") -> Pieces:
+    def _split(self, rendered: str, placeholders: "_Placeholders") -> Pieces:
         parts = self._pattern.split(rendered) if self._pattern else [rendered]
-        return [self._special[part] if n % 2 else cover.undo(part) for n, part in enumerate(parts)]
+        return [self._special[part] if n % 2 else placeholders.restore(part) for n, part in enumerate(parts)]
 
 
-class _Cover:
-    """Stands private-use characters, each unused elsewhere, in place of the control tokens that messages contain.
+class _Placeholders:
+    """Replaces the control tokens in messages by unused private-use characters before a template is rendered.
 
-    A template can join, trim and split such a character like any other; the control tokens in the rendered text are
-    then those that the template wrote itself.
+    A template can join, trim and split such a character like any other. All control tokens in the rendered text are
+    then the template's own.
     """
 
-    def __init__(self, pattern: Any, *seen: Any) -> None:
+    def __init__(self, pattern: Any, *inputs: Any) -> None:
         self._pattern = pattern
-        self._seen = json.dumps(seen, ensure_ascii=False, default=str)
+        self._inputs = json.dumps(inputs, ensure_ascii=False, default=str)
         self._characters = map(chr, range(0xF0000, 0xFFFFE))
-        self._stands_for: dict[str, str] = {}
-        self._names: dict[int, str] = {}
+        self._by_name: dict[str, str] = {}  # control token -> its placeholder
+        self._names: dict[int, str] = {}  # code point of a placeholder -> control token
 
     def unused(self) -> str:
-        return next(character for character in self._characters if character not in self._seen)
+        """A new character that the inputs do not contain."""
+        return next(character for character in self._characters if character not in self._inputs)
 
-    def __call__(self, value: Any) -> Any:
+    def substitute(self, value: Any) -> Any:
+        """`value` with placeholders in all of its strings."""
         if isinstance(value, str):
-            return self._pattern.sub(self._stand_in, value) if self._pattern else value
+            return self._pattern.sub(self._placeholder, value) if self._pattern else value
         if isinstance(value, Mapping):
-            return {self(key): self(item) for key, item in value.items()}
+            return {self.substitute(key): self.substitute(item) for key, item in value.items()}
         if isinstance(value, list | tuple):
-            return [self(item) for item in value]
+            return [self.substitute(item) for item in value]
         return value
 
-    def undo(self, text: str) -> str:
+    def restore(self, text: str) -> str:
+        """`text` with control tokens in place of their placeholders."""
         return text.translate(self._names)
 
-    def _stand_in(self, found: Any) -> str:
-        name = found.group()
-        if name not in self._stands_for:
-            self._stands_for[name] = self.unused()
-            self._names[ord(self._stands_for[name])] = name
-        return self._stands_for[name]
+    def _placeholder(self, match: Any) -> str:
+        name = match.group()
+        if name not in self._by_name:
+            self._by_name[name] = self.unused()
+            self._names[ord(self._by_name[name])] = name
+        return self._by_name[name]
 
 
 @cache
-def _compiled(template: str) -> "Template":
+def _compile(template: str) -> "Template":
     return _environment().from_string(template)
 
 
 @cache
 def _environment() -> "Environment":
-    from jinja2 import TemplateError, nodes  # only folders with a template of their own need it
+    from jinja2 import TemplateError, nodes  # imported here because only folders with their own template need it
     from jinja2.ext import Extension
     from jinja2.parser import Parser
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """`{% generation %}`, which marks an assistant's words for training: its body is all that counts here."""
+        """`{% generation %}`, which marks an assistant's text for training; here only its body is rendered."""
 
         tags = {"generation"}
 
@@ -167,5 +175,5 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter escapes `<`, `>`, `&` and `'` for HTML."""
+    """The filter `tojson` without the HTML escapes of Jinja's own (for `<`, `>`, `&` and `'`)."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -1,7 +1,7 @@
-"""The official Llama 3 chat format, built from ids, and the same format as a template for other programs.
+"""The official Llama 3 chat format, built from ids, and the same format as a Jinja template for other programs.
 
-A prompt is a list of pieces: an id for a control token, a string for text that is encoded as plain text. So nothing
-that a person writes can become a control token.
+A prompt is a list of pieces: ids for control tokens, and strings to be encoded as plain text. So no text of a message
+can become a control token.
 """
 
 import json
@@ -19,27 +19,27 @@ _TOOLS_BEFORE = (
     "Here is a list of functions in JSON format:\n"
 )
 _TOOLS_AFTER = "\nReturn function calls in JSON format."
-_QUERY_TOOLS = ("brave_search", "wolfram_alpha", "photogen")  # built into 3.1 with a syntax of their own
+_QUERY_TOOLS = ("brave_search", "wolfram_alpha", "photogen")  # built-in tools of 3.1, which have their own syntax
 _CODE_TOOL = "code_interpreter"
 
 
 class ChatFormat(Protocol):
-    """How messages become a prompt. `messages` and `tools` come from `messages.read_messages` and `read_tools`."""
+    """Turns messages into a prompt. `messages` and `tools` come from `messages.read_messages` and `read_tools`."""
 
     def pieces(self, messages: Sequence[Message], tools: Sequence[Message] | None, generation_prompt: bool) -> Pieces:
-        """The whole prompt; with `generation_prompt` it ends where the assistant begins to speak."""
+        """The whole prompt; with `generation_prompt` it ends with the header of the assistant's next message."""
         ...
 
     def pieces_after(self, reply: int, messages: Sequence[Message], tools: Sequence[Message] | None) -> Pieces:
-        """What follows the content of the assistant's message number `reply`, up to where the next answer begins."""
+        """The prompt after the content of message number `reply`, the assistant's, with the next answer's header."""
         ...
 
 
 class Llama3Format:
     """Meta's format (`models/llama3/chat_format.py`, `llama3_1/prompt_format.md`).
 
-    A message with tool calls ends in `<|eom_id|>` where the vocabulary has it (3.1 and later): the model waits for
-    the result. Tool definitions are a user message of their own, before the first of the user's.
+    A message with tool calls ends in `<|eom_id|>` if the vocabulary has it (3.1 and later), because the model then
+    expects the result. Tool definitions are a separate user message before the first message of the user.
     """
 
     def __init__(self, special: Mapping[str, int]) -> None:
@@ -73,8 +73,8 @@ def _with_definitions(messages: Sequence[Message], tools: Sequence[Message] | No
     if not tools:
         return list(messages)
     first = next((n for n, message in enumerate(messages) if message["role"] == "user"), len(messages))
-    written = "".join(json.dumps(tool, indent=4, ensure_ascii=False) + "\n" for tool in tools)
-    definitions = {"role": "user", "content": _TOOLS_BEFORE + written + _TOOLS_AFTER}
+    schemas = "".join(json.dumps(tool, indent=4, ensure_ascii=False) + "\n" for tool in tools)
+    definitions = {"role": "user", "content": _TOOLS_BEFORE + schemas + _TOOLS_AFTER}
     return [*messages[:first], definitions, *messages[first:]]
 
 
@@ -96,7 +96,7 @@ def _argument(function: Mapping[str, Any], key: str) -> Any:
 def llama3_chat_template(version: Llama3Version) -> str:
     """The format of `Llama3Format` as a Jinja template, for folders that other programs open.
 
-    Only a message that begins with line breaks has other ids there: others join them to the header's.
+    Other programs give different ids for a message that begins with line breaks: they merge them with the header's.
     """
     return (
         _TEMPLATE if version == "3.1" else _TEMPLATE.replace("<|eom_id|>", "<|eot_id|>").replace("<|python_tag|>", "")
@@ -104,7 +104,7 @@ def llama3_chat_template(version: Llama3Version) -> str:
 
 
 def is_llama3_chat_template(template: str) -> bool:
-    """Whether a template is one of ours, so that `Llama3Format` can stand for it."""
+    """Whether a template is one of `llama3_chat_template`, so that `Llama3Format` can replace it."""
     return template in (llama3_chat_template("3.0"), llama3_chat_template("3.1"))
 
 

@@ -1,4 +1,4 @@
-"""Chat messages as people and programs give them: checked, and brought to one form before a format writes them."""
+"""Validation and normalization of chat messages and tool definitions, before a chat format writes them."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -11,18 +11,18 @@ Message = dict[str, Any]
 
 
 class PromptError(UserError):
-    """Messages that cannot become a prompt: an unknown role, an empty message, a template that refuses them, ..."""
+    """The messages cannot become a prompt: an unknown role, an empty message, a template that rejects them, ..."""
 
 
 def read_messages(messages: Any, *, need_user: bool = True) -> list[Message]:
-    """Copies of `messages` with text as content, and the arguments of tool calls as objects.
+    """Copies of `messages` with content as text and the arguments of tool calls as objects.
 
-    Content given as a list of `{"type": "text", "text": ...}` is joined. The answers of the model and of tools may be
-    empty, what a person writes may not. Other keys are kept for templates that read them.
+    Content that is a list of `{"type": "text", "text": ...}` is joined. Messages of the assistant and of tools may be
+    empty, those of the user and the system may not. Other keys stay, because templates may read them.
 
     Args:
-        messages: a list of `{"role", "content"}`; `tool_calls` (the form of OpenAI's API) for an assistant's.
-        need_user: whether one of them must be the user's.
+        messages: a list of `{"role", "content"}`; an assistant's may have `tool_calls` (in the form of OpenAI's API).
+        need_user: whether at least one message must be the user's.
 
     Raises:
         PromptError: one line with the number of the message, counted from 1.
@@ -31,21 +31,24 @@ def read_messages(messages: Any, *, need_user: bool = True) -> list[Message]:
         raise PromptError(
             f"messages: expected a list of objects with role and content, found {type(messages).__name__}"
         )
-    read = [_message(message, f"message {count}") for count, message in enumerate(messages, start=1)]
-    if need_user and not any(message["role"] == "user" for message in read):
+    normalized = [_message(message, f"message {count}") for count, message in enumerate(messages, start=1)]
+    if need_user and not any(message["role"] == "user" for message in normalized):
         raise PromptError("messages: there is none from the user; expected at least one")
-    return read
+    return normalized
 
 
 def read_tools(tools: Any) -> list[Message] | None:
-    """Tool definitions as `{"type": "function", "function": {"name", ...}}`; None if there are none."""
+    """Tool definitions as `{"type": "function", "function": {"name", ...}}`; None if there are none.
+
+    Raises `PromptError` for definitions that are not JSON schemas of functions with names.
+    """
     if tools is None or tools == []:
         return None
     if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
         raise PromptError("tools: expected a list of JSON schemas of functions")
     wrapped = [dict(tool) if "function" in tool else {"type": "function", "function": tool} for tool in tools]
     for count, tool in enumerate(wrapped, start=1):
-        _function_name(tool["function"], f"tool {count}")
+        _check_function_name(tool["function"], f"tool {count}")
     return wrapped
 
 
@@ -63,10 +66,10 @@ def _message(message: Any, where: str) -> Message:
     content = _text(message.get("content"), f"{where} ({role})", optional=bool(calls))
     if role in ("system", "user") and not content.strip():
         raise PromptError(f"{where} ({role}) is empty; write something, or leave it out")
-    read = {**message, "content": content}
+    normalized = {**message, "content": content}
     if calls:
-        read["tool_calls"] = [_tool_call(call, where) for call in calls]
-    return read
+        normalized["tool_calls"] = [_tool_call(call, where) for call in calls]
+    return normalized
 
 
 def _text(content: Any, where: str, *, optional: bool) -> str:
@@ -86,9 +89,9 @@ def _text(content: Any, where: str, *, optional: bool) -> str:
 
 
 def _tool_call(call: Any, where: str) -> Message:
-    """`{"type": "function", "function": {"name", "arguments": object}}`, other keys kept."""
+    """`call` as `{"type": "function", "function": {"name", "arguments": object}}`, with its other keys."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
-    _function_name(function, f"{where}: tool call")
+    _check_function_name(function, f"{where}: tool call")
     arguments = function.get("arguments", {})
     try:
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
@@ -100,6 +103,6 @@ def _tool_call(call: Any, where: str) -> Message:
     return {"type": "function", **others, "function": {**function, "arguments": arguments}}
 
 
-def _function_name(function: Any, where: str) -> None:
+def _check_function_name(function: Any, where: str) -> None:
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise PromptError(f"{where}: expected a function with a name")

@@ -1,4 +1,4 @@
-"""Text to ids and back, and messages to prompts: `Tokenizer`, and `load_tokenizer`, which reads a model folder's."""
+"""`Tokenizer`: encodes and decodes text and chat messages. `load_tokenizer` reads that of a model folder."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ from mlx_llama3.tokenizer.vocabulary.vocabulary import Vocabulary
 __all__ = ["PromptError", "Tokenizer", "load_tokenizer"]
 
 # On longer texts, and on longer runs of space or non-space, tiktoken's regular expressions overflow their stack. Meta's
-# tokenizer cuts at the same places (models/llama3/tokenizer.py), so the ids are the official ones.
+# tokenizer splits text at the same places (models/llama3/tokenizer.py), so the ids are the official ones.
 _MAX_CHARACTERS = 400_000
 _MAX_RUN = 25_000
 _RUN = re.compile(r"\S+|\s+")
@@ -36,19 +36,19 @@ class Tokenizer:
 
     Args:
         vocabulary: its tokens.
-        templates: its chat templates in Jinja by name (`default`, `tool_use`). Without any, a vocabulary of Llama 3
-            gives the official format, unless all known stop ids say that the model never ends a turn.
-        variables: what the templates may read beside the messages (`bos_token`, ...).
-        stop_ids: ids that end an answer, beside those that the vocabulary and the template name.
-        source: the folder or file, to be named in errors.
+        templates: its Jinja chat templates by name (`default`, `tool_use`). Without any, a Llama 3 vocabulary uses the
+            official format, unless stop ids are declared and `<|eot_id|>` is not one of them (a base model).
+        variables: template variables beside the messages (`bos_token`, ...).
+        stop_ids: ids that end an answer, in addition to those of the vocabulary and the template.
+        source: the folder's or file's name in errors.
 
     Attributes:
         vocab_size: one more than the highest id.
         bos_id: the id that begins a text, or None.
         add_bos: whether the model expects `bos_id` before every text. If so, prompts begin with exactly one.
         special_tokens: control tokens, name -> id.
-        stop_ids: ids after which an answer is over.
-        chat_templates: the Jinja templates by name, none for the official format.
+        stop_ids: ids that end an answer.
+        chat_templates: the Jinja templates by name; empty if the folder has none.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Tokenizer:
         self.bos_id = vocabulary.bos_id
         self.add_bos = vocabulary.add_bos
         self.special_tokens = dict(vocabulary.special)
-        self.stop_ids = declared | self._named_ends(templates)
+        self.stop_ids = declared | self._end_ids(templates)
         self._names = {n: name for name, n in vocabulary.special.items()}
         self._named = {**vocabulary.special, **vocabulary.added}
         self._added = matcher(vocabulary.added)
@@ -82,8 +82,8 @@ class Tokenizer:
         """The ids of `text`.
 
         Args:
-            bos: put `bos_id` before, if the model expects it (`add_bos`) and the text does not begin with it already.
-            allow_special: read the names of control tokens in `text` as those tokens; otherwise they are plain text.
+            bos: prepend `bos_id`, if the model expects it (`add_bos`) and the ids do not begin with it already.
+            allow_special: encode the names of control tokens in `text` as those tokens; otherwise as plain text.
         """
         pattern = self._added_and_special if allow_special else self._added
         parts = pattern.split(text) if pattern else [text]
@@ -93,25 +93,25 @@ class Tokenizer:
         return self._with_bos(ids) if bos else ids
 
     def decode(self, ids: Iterable[int], *, keep_special: bool = False) -> str:
-        """The text of `ids`, without control tokens or with their names; U+FFFD where bytes are no UTF-8.
+        """The text of `ids`, with U+FFFD for invalid UTF-8. keep_special: include the names of control tokens.
 
-        Ids past the vocabulary, which models padded to a round size have, have no text.
+        Ids past the end of the vocabulary, which padded models can generate, give no text.
         """
-        read = self.token_bytes if keep_special else self._text_bytes
-        return b"".join(map(read, ids)).decode("utf-8", errors="replace")
+        to_bytes = self.token_bytes if keep_special else self._text_bytes
+        return b"".join(map(to_bytes, ids)).decode("utf-8", errors="replace")
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes that an id stands for, its written name for a control token; nothing past the vocabulary."""
+        """The bytes of an id: the name for a control token, empty past the end of the vocabulary."""
         return self.vocabulary.tokens[token] if 0 <= token < self.vocab_size else b""
 
     def detokenizer(self) -> Detokenizer:
-        """A new decoder for one answer, id by id."""
+        """A new incremental decoder for one answer."""
         return Detokenizer(self._text_bytes)
 
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], *, tools: Any = None, add_generation_prompt: bool = True
     ) -> str:
-        """The text of the prompt that `encode_chat` encodes, to be looked at: control tokens by name."""
+        """The prompt of `encode_chat` as text, with the names of control tokens."""
         pieces = self._chat(messages, tools, add_generation_prompt)
         text = "".join(piece if isinstance(piece, str) else self._names[piece] for piece in pieces)
         bos = self._names.get(self.bos_id, "") if self.add_bos else ""
@@ -125,30 +125,31 @@ class Tokenizer:
         Args:
             messages: `{"role", "content"}` each; roles system, user, assistant, tool (or ipython).
             tools: definitions of functions as JSON schemas, in the form of OpenAI's API or bare.
-            add_generation_prompt: end where the assistant begins to speak.
+            add_generation_prompt: end with the header of the assistant's next message.
 
         Raises:
-            PromptError: messages that cannot become a prompt; a base model without a chat format.
+            PromptError: the messages cannot become a prompt, or a base model has no chat format.
         """
         return self._with_bos(self._ids(self._chat(messages, tools, add_generation_prompt)))
 
     def encode_after_reply(self, messages: Sequence[Mapping[str, Any]], *, tools: Any = None) -> list[int]:
-        """The ids that follow the content of the last assistant's message, so that a kept cache can go on.
+        """The ids after the content of the assistant's last message, to extend a cache that ends there.
 
         They are that message's end-of-turn token, the messages after it, and the header of the next answer.
 
         Raises:
-            PromptError: as for `encode_chat`; no assistant's message; a template that does not write each answer once.
+            PromptError: as for `encode_chat`; there is no assistant's message; the template does not write each answer
+                once.
         """
-        chat_format, read = self._need_format(), read_messages(messages)
-        reply = max((n for n, message in enumerate(read) if message["role"] == "assistant"), default=None)
+        chat_format, checked = self._need_format(), read_messages(messages)
+        reply = max((n for n, message in enumerate(checked) if message["role"] == "assistant"), default=None)
         if reply is None:
             raise PromptError("messages: there is no answer of the assistant's to go on from")
-        return self._ids(chat_format.pieces_after(reply, read, read_tools(tools)))
+        return self._ids(chat_format.pieces_after(reply, checked, read_tools(tools)))
 
     def _chat(self, messages: Sequence[Mapping[str, Any]], tools: Any, generation_prompt: bool) -> Pieces:
-        chat_format, read = self._need_format(), read_messages(messages, need_user=generation_prompt)
-        return chat_format.pieces(read, read_tools(tools), generation_prompt)
+        chat_format, checked = self._need_format(), read_messages(messages, need_user=generation_prompt)
+        return chat_format.pieces(checked, read_tools(tools), generation_prompt)
 
     def _ids(self, pieces: Pieces) -> list[int]:
         return list(chain.from_iterable(self.encode(p) if isinstance(p, str) else [p] for p in pieces))
@@ -167,7 +168,7 @@ class Tokenizer:
             ids = [self.vocabulary.ids[rank] for rank in ids]
         if max(ids, default=0) < self.vocab_size:
             return ids
-        # A byte that is no token (SmolLM: of six control characters) is unknown, or dropped, as in `tokenizers`.
+        # A byte without a token (in SmolLM those of six control characters) is unknown, or dropped, as in `tokenizers`.
         unknown = [] if self.vocabulary.unknown_id is None else [self.vocabulary.unknown_id]
         return list(chain.from_iterable([n] if n < self.vocab_size else unknown for n in ids))
 
@@ -175,7 +176,8 @@ class Tokenizer:
     def _added_and_special(self) -> re.Pattern[str] | None:
         return matcher(self._named)
 
-    def _named_ends(self, templates: Mapping[str, str]) -> frozenset[int]:
+    def _end_ids(self, templates: Mapping[str, str]) -> frozenset[int]:
+        """The ids of control tokens whose names mean the end of an answer."""
         names = set(_END_NAMES)
         if any("<|im_end|>" in template for template in templates.values()):
             names.add("<|im_end|>")
@@ -202,17 +204,17 @@ class Tokenizer:
 def load_tokenizer(folder: Path | str) -> Tokenizer:
     """The tokenizer of a model folder, from its `tokenizer.json` or Meta's `tokenizer.model`.
 
-    Stop ids are those of the tokenizer, of `config.json` and of `generation_config.json` together. A folder without a
-    chat template, or with the one that our converter writes, uses the official Llama 3 format.
+    Stop ids are the union of those of the tokenizer, of `config.json` and of `generation_config.json`. A folder without
+    a chat template, or with the one that this project's converter writes, uses the official Llama 3 format.
 
     Raises:
-        UserError: no such folder, no tokenizer in it, or one that is not supported (see `Vocabulary`).
+        UserError: the folder does not exist, has no tokenizer, or has one that is not supported (see `Vocabulary`).
     """
     folder = Path(folder)
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder")
     settings = {
-        name: _read_if_there(folder / name) for name in ("config.json", "params.json", "generation_config.json")
+        name: _read_if_exists(folder / name) for name in ("config.json", "params.json", "generation_config.json")
     }
     config = folder_config(folder)
     return Tokenizer(
@@ -225,19 +227,20 @@ def load_tokenizer(folder: Path | str) -> Tokenizer:
 
 
 def _parts(text: str) -> Iterator[str]:
+    """`text` in parts that do not exceed `_MAX_CHARACTERS`, with no run of space or non-space above `_MAX_RUN`."""
     if len(text) <= _MAX_RUN:
         yield text
         return
     for start in range(0, len(text), _MAX_CHARACTERS):
         part, begin = text[start : start + _MAX_CHARACTERS], 0
         for run in _RUN.finditer(part):
-            for cut in range(run.start() + _MAX_RUN, run.end(), _MAX_RUN):
-                yield part[begin:cut]
-                begin = cut
+            for end in range(run.start() + _MAX_RUN, run.end(), _MAX_RUN):
+                yield part[begin:end]
+                begin = end
         yield part[begin:]
 
 
-def _read_if_there(path: Path) -> dict[str, Any]:
+def _read_if_exists(path: Path) -> dict[str, Any]:
     return read_json(path) if path.exists() else {}
 
 
@@ -256,22 +259,22 @@ def _read_vocabulary(folder: Path, config: Mapping[str, Any]) -> Vocabulary:
 
 
 def _eos_ids(config: Mapping[str, Any], path: Path) -> list[int]:
-    found = config.get("eos_token_id")
-    ids = found if isinstance(found, list) else [] if found is None else [found]
+    value = config.get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(type(n) is int for n in ids):
-        raise UserError(f"{path}: eos_token_id is {found!r:.60}; it must be a token id or a list of them")
+        raise UserError(f"{path}: eos_token_id is {value!r:.60}; it must be a token id or a list of them")
     return ids
 
 
 def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Chat templates by name, from where the versions of transformers put them; a file of its own comes first."""
-    found = config.get("chat_template") or _read_if_there(folder / "chat_template.json").get("chat_template") or {}
-    if isinstance(found, Mapping):
-        pairs = list(found.items())
-    elif isinstance(found, list) and all(isinstance(entry, Mapping) for entry in found):
-        pairs = [(entry.get("name"), entry.get("template")) for entry in found]
+    """Chat templates by name, from the places that versions of transformers use; `.jinja` files take precedence."""
+    written = config.get("chat_template") or _read_if_exists(folder / "chat_template.json").get("chat_template") or {}
+    if isinstance(written, Mapping):
+        pairs = list(written.items())
+    elif isinstance(written, list) and all(isinstance(entry, Mapping) for entry in written):
+        pairs = [(entry.get("name"), entry.get("template")) for entry in written]
     else:
-        pairs = [("default", found)]
+        pairs = [("default", written)]
     if not all(isinstance(text, str) for pair in pairs for text in pair):
         raise UserError(f"{folder}: chat_template must be text, or a list of templates with name and template")
     files = {file.stem: file for file in sorted(folder.glob("additional_chat_templates/*.jinja"))}

@@ -1,6 +1,6 @@
-"""The tokens of a model, read from `tokenizer.json`, from Meta's `tokenizer.model`, or from a GGUF's metadata.
+"""`Vocabulary`: the tokens of a model, from `tokenizer.json`, Meta's `tokenizer.model`, or a GGUF's metadata.
 
-All three become one `Vocabulary`: bytes and ranks for tiktoken, a pre-tokenizer, and the added tokens.
+All three give bytes and ranks for tiktoken, a pre-tokenizer, and the added tokens.
 """
 
 from mlx_llama3.tokenizer.vocabulary.vocabulary import Vocabulary

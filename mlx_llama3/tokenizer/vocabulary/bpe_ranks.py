@@ -1,9 +1,9 @@
-"""Merge lists (Hugging Face, GGUF) to ranks (tiktoken), and back.
+"""Convert merge lists (Hugging Face, GGUF) to ranks (tiktoken), and back.
 
-A merge list names pairs, a rank list only what they make: tiktoken merges any two neighbours whose bytes together are
-a token, lowest rank first. Both give the same ids if every token is made in one stretch of the list, which is checked:
-what lies between two fixed borders does not depend on what lies outside, so when a token's turn comes, its bytes are
-always in the two parts that its merge names.
+A merge list names pairs, a rank list only their results: tiktoken merges any two neighbours whose concatenated bytes
+are a token, lowest rank first. Both give the same ids if all merges that make a token are consecutive in the list,
+which is checked. The reason: merges between two fixed boundaries do not depend on the text outside them, so when a
+token's rank is reached, its bytes are always split into the two parts that its merge names.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,41 +20,41 @@ def to_ranks(
 
     Args:
         words: token in the byte alphabet -> id.
-        merges: "left right", or (left, right), best first.
+        merges: "left right", or (left, right), highest priority first.
         tokens: id -> bytes.
-        source: named in errors.
+        source: the file's name in errors.
 
     Returns:
-        bytes -> rank, and rank -> id, or None where ranks are ids. A byte that is no token gets an id past the last
-        one. Tokens that no merge makes are left out: no text gives them.
+        bytes -> rank; and rank -> id, or None if every rank is its id. A byte without a token gets an id past the last
+        one. Tokens that no merge makes are left out, because no text gives them.
 
     Raises:
-        UserError: a merge whose result is not in the vocabulary; a token that is made at two places of the list.
+        UserError: the result of a merge is not in the vocabulary; the merges of a token are not consecutive.
     """
-    made = ["".join(merge).replace(" ", "") for merge in merges]
+    merged = ["".join(merge).replace(" ", "") for merge in merges]
     try:
-        results = [words[word] for word in made]
+        results = [words[word] for word in merged]
     except KeyError as error:
         raise UserError(f"{source}: a merge makes {error.args[0]!r}, which is not in the vocabulary") from None
     if not results:
         raise UserError(f"{source}: the vocabulary has no merges; expected byte-level BPE")
-    stretches = [n for n, _ in groupby(results)]
-    bytes_ = [words.get(character) for character in ALPHABET]
-    missing = [byte for byte, n in enumerate(bytes_) if n is None]
+    merged_ids = [n for n, _ in groupby(results)]  # one entry for consecutive merges with the same result
+    byte_ids = [words.get(character) for character in ALPHABET]
+    missing = [byte for byte, n in enumerate(byte_ids) if n is None]
     beyond = {bytes([byte]): len(tokens) + count for count, byte in enumerate(missing)}
-    present = [n for n in bytes_ if n is not None]
-    if all(a < b for a, b in pairwise(stretches)):
-        return {tokens[n]: n for n in (*present, *stretches)} | beyond, None
-    if len(set(stretches)) < len(stretches):
+    present = [n for n in byte_ids if n is not None]
+    if all(a < b for a, b in pairwise(merged_ids)):
+        return {tokens[n]: n for n in (*present, *merged_ids)} | beyond, None
+    if len(set(merged_ids)) < len(merged_ids):
         raise UserError(f"{source}: a token is made at two places of the merges; such a list cannot be ranked")
-    ids = [*present, *stretches, *beyond.values()]
-    return {token: rank for rank, token in enumerate([*(tokens[n] for n in present + stretches), *beyond])}, ids
+    ids = [*present, *merged_ids, *beyond.values()]
+    return {token: rank for rank, token in enumerate([*(tokens[n] for n in present + merged_ids), *beyond])}, ids
 
 
 def to_merges(ranks: Mapping[bytes, int]) -> list[str]:
-    """The merges that give the ids of these ranks: every way to make a token of two others, in the order of ranks.
+    """The merges that give the ids of these ranks: every pair of tokens whose result is a token, in rank order.
 
-    280,147 for the 128,000 ranks of Llama 3.
+    There are 280,147 for the 128,000 ranks of Llama 3.
     """
     written = {token: to_text(token) for token in ranks}
     merges = []

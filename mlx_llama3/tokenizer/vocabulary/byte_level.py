@@ -1,7 +1,7 @@
-"""The byte alphabet of GPT-2: every byte written as one printable character, so that JSON can hold tokens.
+"""The byte alphabet of GPT-2: every byte as one printable character, so that tokens can be written in JSON.
 
-Printable Latin-1 stands for itself, the 68 other bytes for U+0100 and up (the space is `Ġ`). Hugging Face's
-`tokenizer.json` and GGUF write tokens in this alphabet; tiktoken files hold the bytes themselves.
+Printable Latin-1 characters stand for their own byte; U+0100 and up stand for the 68 other bytes (the space is `Ġ`).
+Hugging Face's `tokenizer.json` and GGUF write tokens in this alphabet; tiktoken files contain the bytes themselves.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ _RENAMED = [byte for byte in range(256) if byte not in _PRINTABLE]
 _TO_TEXT = {byte: chr(0x100 + n) for n, byte in enumerate(_RENAMED)}
 ALPHABET = "".join(_TO_TEXT.get(byte, chr(byte)) for byte in range(256))  # byte -> its character
 _CHARACTERS = frozenset(ALPHABET)
-_SEPARATOR = "\u2000"  # neither in the alphabet nor in Latin-1
+_SEPARATOR = "\u2000"  # not in the alphabet, nor in Latin-1
 
 
 def to_text(token: bytes) -> str:
@@ -20,10 +20,10 @@ def to_text(token: bytes) -> str:
 
 
 def to_bytes(tokens: Sequence[str]) -> list[bytes]:
-    """The bytes of tokens written in the byte alphabet; one with any other character is plain text, given as UTF-8.
+    """The bytes of tokens in the byte alphabet. A token with any other character is plain text and becomes UTF-8.
 
-    All are rewritten as one string, in one pass for each renamed byte: several times as fast as one by one, and a
-    vocabulary has 128,000.
+    All tokens are joined and translated as one string, one pass for each renamed byte. For the 128,000 tokens of a
+    vocabulary this is several times faster than one by one.
     """
     joined = _SEPARATOR.join(tokens)
     if set(joined) - {_SEPARATOR} <= _CHARACTERS:

@@ -1,4 +1,4 @@
-"""The vocabulary in a GGUF's metadata, keys `tokenizer.ggml.*` (llama.cpp, `gguf-py/gguf/constants.py`)."""
+"""Reads the vocabulary from a GGUF's metadata, keys `tokenizer.ggml.*` (llama.cpp, `gguf-py/gguf/constants.py`)."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,22 +14,22 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # tokenizer.ggml.token_
 
 
 def read(metadata: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """The fields of `Vocabulary`; values of the metadata may be lists, scalars, or arrays of NumPy or MLX.
+    """The fields of `Vocabulary`. The metadata's values may be lists, scalars, or arrays of NumPy or MLX.
 
     Raises `UserError` for anything but byte-level BPE with a known pre-tokenizer.
     """
 
     def value(key: str) -> Any:
-        found = metadata.get(f"tokenizer.ggml.{key}")
-        return found.tolist() if hasattr(found, "tolist") else found
+        raw = metadata.get(f"tokenizer.ggml.{key}")
+        return raw.tolist() if hasattr(raw, "tolist") else raw
 
     names, merges = value("tokens"), value("merges")
     if not names:
         raise UserError(f"{source}: holds no vocabulary (tokenizer.ggml.tokens)")
-    for key, kind in (("tokens", str), ("merges", str), ("token_type", int)):
-        found = value(key)
-        if found is not None and not (isinstance(found, list) and set(map(type, found)) <= {kind}):
-            raise UserError(f"{source}: tokenizer.ggml.{key} is not what it should be; fetch the file again")
+    for key, kind, plural in (("tokens", str, "texts"), ("merges", str, "texts"), ("token_type", int, "integers")):
+        entries = value(key)
+        if entries is not None and not (isinstance(entries, list) and set(map(type, entries)) <= {kind}):
+            raise UserError(f"{source}: tokenizer.ggml.{key} must be a list of {plural}; fetch the file again")
     _check_byte_level(value("model"), names, merges, source)
     pre_tokenizer = _pre_tokenizer(value("pre"), names, source)
     kinds = value("token_type") or [_NORMAL] * len(names)
@@ -57,14 +57,15 @@ def read(metadata: Mapping[str, Any], source: str) -> dict[str, Any]:
 
 
 def _id(value: Callable[[str], Any], kind: str, count: int, source: str) -> int | None:
-    found = value(f"{kind}_token_id")
-    if found is not None and not (type(found) is int and 0 <= found < count):
-        raise UserError(f"{source}: tokenizer.ggml.{kind}_token_id is {found!r:.60}; there are {count} tokens")
-    return found
+    token = value(f"{kind}_token_id")
+    if token is not None and not (type(token) is int and 0 <= token < count):
+        raise UserError(f"{source}: tokenizer.ggml.{kind}_token_id is {token!r:.60}; there are {count} tokens")
+    return token
 
 
 def _check_byte_level(model: str, names: Sequence[str], merges: Sequence[str] | None, source: str) -> None:
-    # A file may say `llama` (SentencePiece) of a byte-level vocabulary: the space, `Ġ` here and `▁` there, tells.
+    # Some files declare `llama` (SentencePiece) for a byte-level vocabulary. The space distinguishes them: it is `Ġ` in
+    # byte-level BPE and `▁` in SentencePiece.
     byte_level = merges and "Ġ" in names and "▁" not in names
     if model == "gpt2" and not merges:
         raise UserError(f"{source}: holds no merges (tokenizer.ggml.merges); convert it from another file")
@@ -76,7 +77,7 @@ def _check_byte_level(model: str, names: Sequence[str], merges: Sequence[str] | 
 
 
 def _pre_tokenizer(name: str | None, names: Sequence[str], source: str) -> PreTokenizer:
-    # Files of the first weeks of Llama 3 were written before the key existed.
+    # Files of Llama 3's first weeks were written before the key existed.
     if name in (None, "default") and "<|begin_of_text|>" in names and "<|eot_id|>" in names:
         return LLAMA3
     return pretokenizers.from_gguf(str(name), source)
@@ -85,13 +86,13 @@ def _pre_tokenizer(name: str | None, names: Sequence[str], source: str) -> PreTo
 def _sort(
     names: Sequence[str], kinds: Sequence[int], merges: Sequence[str]
 ) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
-    """Words in the byte alphabet, control tokens, plain added tokens, name -> id each; unused ones are left out."""
-    made = {merge.replace(" ", "") for merge in merges}
+    """Words in the byte alphabet, control tokens and plain added tokens, each name -> id; without unused ones."""
+    merged = {merge.replace(" ", "") for merge in merges}
     words, added = {}, []
     for n, (name, kind) in enumerate(zip(names, kinds, strict=True)):
         if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED):
             added.append((name, n, kind != _USER_DEFINED))
-        elif kind == _NORMAL and has_control_form(name) and name not in made:
+        elif kind == _NORMAL and has_control_form(name) and name not in merged:
             added.append((name, n, True))  # older files mark every token as normal
         elif kind == _NORMAL:
             words[name] = n

@@ -1,7 +1,7 @@
-"""How text is cut into pieces before byte pairs are merged: the regular expressions, and their names in the world.
+"""Pre-tokenizers: the regular expressions that split text before merges, and their names in the file formats.
 
-Only what is known to be exact is here. A cut that differs in one rule gives other ids for some texts and no error, so
-everything else is refused.
+Only rules that are known to be exact are supported. A rule that differs in one detail would silently give other ids for
+some texts, so every other pre-tokenizer is refused.
 """
 
 from collections.abc import Mapping
@@ -13,13 +13,13 @@ from mlx_llama3.errors import UserError
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """One rule of cutting.
+    """One rule for splitting text.
 
     Attributes:
         pattern: the whole rule as one regular expression, for tiktoken.
-        hugging_face: the steps that `tokenizer.json` writes for it, with the keys that matter.
-        gguf: the values of `tokenizer.ggml.pre` that mean it; the first is the one to write.
-        ignore_merges: whether a piece that is a token is taken whole, whatever its merges (Hugging Face's word).
+        hugging_face: its steps in `tokenizer.json`, with the keys that have an effect.
+        gguf: its values of `tokenizer.ggml.pre`; the converter writes the first.
+        ignore_merges: whether a piece that is a token becomes that token, whatever its merges (Hugging Face's term).
     """
 
     pattern: str
@@ -28,7 +28,7 @@ class PreTokenizer:
     ignore_merges: bool
 
 
-# Meta models/llama3/tokenizer.py, `pat_str`; character for character, since `tokenizer.json` is compared with it.
+# Meta models/llama3/tokenizer.py, `pat_str`. It must be exact, because `tokenizer.json` is compared with it.
 _LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -50,8 +50,8 @@ GPT2 = PreTokenizer(
     gguf=("gpt-2",),
     ignore_merges=False,
 )
-# GPT-2's rule on what lies between single digits. Hugging Face cuts at the digits first, so for the second rule the
-# text ends before each digit: white space there is a piece of its own, and never joins a digit.
+# GPT-2's rule applied to the text between single digits. Hugging Face splits at the digits first, so for the second
+# rule the text ends before each digit: white space there is a piece of its own, and never joins a digit.
 DIGITS_GPT2 = PreTokenizer(
     pattern=r"'s|'t|'re|'ve|'m|'ll|'d|\p{N}| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?![^\s\p{N}])|\s+",
     hugging_face=({"type": "Digits", "individual_digits": True}, {**_BYTE_LEVEL, "use_regex": True}),
@@ -59,11 +59,11 @@ DIGITS_GPT2 = PreTokenizer(
     ignore_merges=False,
 )
 KNOWN = (LLAMA3, GPT2, DIGITS_GPT2)
-_DEFAULTS = {"use_regex": True, "invert": False}  # what a key means when an older file leaves it out
+_DEFAULTS = {"use_regex": True, "invert": False}  # defaults of keys that older files omit
 
 
 def from_hugging_face(written: Mapping[str, Any] | None, source: str) -> PreTokenizer:
-    """The rule that the `pre_tokenizer` of a `tokenizer.json` means. Raises `UserError` for an unknown one."""
+    """The rule for the `pre_tokenizer` of a `tokenizer.json`. Raises `UserError` for an unknown one."""
     written = written or {}
     steps = written.get("pretokenizers", []) if written.get("type") == "Sequence" else [written]
     for known in KNOWN:
@@ -76,7 +76,7 @@ def from_hugging_face(written: Mapping[str, Any] | None, source: str) -> PreToke
 
 
 def from_gguf(name: str, source: str) -> PreTokenizer:
-    """The rule that `tokenizer.ggml.pre` names. Raises `UserError` for an unknown one."""
+    """The rule named by `tokenizer.ggml.pre`. Raises `UserError` for an unknown one."""
     for known in KNOWN:
         if name in known.gguf:
             return known

@@ -1,4 +1,4 @@
-"""The vocabulary in a Hugging Face `tokenizer.json` (library `tokenizers`), if it is byte-level BPE."""
+"""Reads the vocabulary from a Hugging Face `tokenizer.json` (library `tokenizers`) with byte-level BPE."""
 
 import json
 import re
@@ -19,7 +19,7 @@ from mlx_llama3.tokenizer.vocabulary.tokenizer_json_check import (
 )
 from mlx_llama3.tokenizer.vocabulary.tokenizer_model import read_ranks
 
-# Options of the BPE model that change its ids, and the value that does not.
+# Options of the BPE model that can change its ids, with the value that has no effect.
 _NEUTRAL = {
     "dropout": None,
     "continuing_subword_prefix": None,
@@ -30,10 +30,10 @@ _NEUTRAL = {
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The fields of `Vocabulary`; `Vocabulary.from_tokenizer_json` says what is refused."""
+    """The fields of `Vocabulary`; for the errors see `Vocabulary.from_tokenizer_json`."""
     config = folder_config(path.parent)
     data = read_bytes(path)
-    document, ranks = _with_ranks_beside(data, path) or (_parse(data, path), None)
+    document, ranks = _with_model_ranks(data, path) or (_parse(data, path), None)
     check_pipeline(document, path)
     if document.get("normalizer"):
         raise UserError(f"{path}: the normalizer {document['normalizer'].get('type')} is not supported; expected none")
@@ -46,12 +46,12 @@ def read(path: Path) -> dict[str, Any]:
     if ranks is not None:
         fields |= {"ranks": ranks, "tokens": token_table(zip(ranks, ranks.values(), strict=True), special, added)}
     else:
-        fields |= _merged(document.get("model") or {}, special | added, path)
-    return fields | _ends(document, config, special | added)
+        fields |= _bpe_fields(document.get("model") or {}, special | added, path)
+    return fields | _bos_eos(document, config, special | added)
 
 
 def folder_config(folder: Path) -> dict[str, Any]:
-    """`tokenizer_config.json` over the older `special_tokens_map.json`; either may be missing."""
+    """`tokenizer_config.json` merged over the older `special_tokens_map.json`; either may be missing."""
     files = (folder / "special_tokens_map.json", folder / "tokenizer_config.json")
     return {key: value for file in files if file.exists() for key, value in read_json(file).items()}
 
@@ -63,36 +63,36 @@ def _parse(data: bytes, path: Path) -> dict[str, Any]:
     return document
 
 
-def _with_ranks_beside(data: bytes, path: Path) -> tuple[dict[str, Any], dict[bytes, int]] | None:
-    """All but the model, and the ranks of the `tokenizer.model` beside, if that agrees; None if not.
+def _with_model_ranks(data: bytes, path: Path) -> tuple[dict[str, Any], dict[bytes, int]] | None:
+    """The document without its model, and the ranks of a `tokenizer.model` in the same folder; None if they disagree.
 
-    The model is the last and by far the largest part: 128,000 tokens and 280,000 merges take half a second to parse,
-    the ranks a tenth.
+    The model is the last and by far the largest part: its 128,000 tokens and 280,000 merges take half a second to
+    parse, the ranks a tenth of a second.
     """
-    found = re.search(rb'"model"\s*:\s*\{', data)
+    match = re.search(rb'"model"\s*:\s*\{', data)
     model = path.with_name("tokenizer.model")
-    if found is None or not model.exists():
+    if match is None or not model.exists():
         return None
     try:
-        head = parse_json(data[: found.start()].rstrip().removesuffix(b",") + b"}", path)
+        head = parse_json(data[: match.start()].rstrip().removesuffix(b",") + b"}", path)
         check_pipeline(head, path)
         ranks = read_ranks(model)
-    except ValueError:  # another order of parts, or another kind of tokenizer.model: read this file itself
+    except ValueError:  # the parts have another order, or `tokenizer.model` another format: parse the whole document
         return None
     first_added = min((entry["id"] for entry in head.get("added_tokens", [])), default=None)
     samples = list(ranks)[-1 :: -(len(ranks) // 3)]
-    if first_added != len(ranks) or not all(_holds(data, token, ranks[token]) for token in samples):
+    if first_added != len(ranks) or not all(_has_entry(data, token, ranks[token]) for token in samples):
         return None
     return head, ranks
 
 
-def _holds(data: bytes, token: bytes, n: int) -> bool:
+def _has_entry(data: bytes, token: bytes, n: int) -> bool:
     name = json.dumps(to_text(token), ensure_ascii=False).encode()
     return any(name + colon + str(n).encode() in data for colon in (b":", b": "))
 
 
 def _added(document: Mapping[str, Any], config: Mapping[str, Any], path: Path) -> list[tuple[str, int, bool]]:
-    """(name, id, special) of all added tokens; transformers also takes those of `tokenizer_config.json`."""
+    """(name, id, special) of all added tokens, including those of `tokenizer_config.json`, as in transformers."""
     entries = {entry["content"]: entry for entry in document.get("added_tokens", [])}
     configured = config.get("added_tokens_decoder") or {}
     check_added_by_configuration(configured, path.with_name("tokenizer_config.json"))
@@ -104,7 +104,7 @@ def _added(document: Mapping[str, Any], config: Mapping[str, Any], path: Path) -
     return [(name, entry["id"], bool(entry.get("special"))) for name, entry in entries.items()]
 
 
-def _merged(model: Mapping[str, Any], added: Mapping[str, int], path: Path) -> dict[str, Any]:
+def _bpe_fields(model: Mapping[str, Any], added: Mapping[str, int], path: Path) -> dict[str, Any]:
     if not isinstance(model, Mapping) or model.get("type", "BPE") != "BPE" or not isinstance(model.get("vocab"), dict):
         kind = model.get("type") if isinstance(model, Mapping) else model
         raise UserError(f"{path}: the model is {kind!s:.60}; expected byte-level BPE")
@@ -117,13 +117,13 @@ def _merged(model: Mapping[str, Any], added: Mapping[str, int], path: Path) -> d
     ranks, ids = to_ranks(words, merges, tokens, str(path))
     if model.get("ignore_merges"):
         whole = next((word for word, n in words.items() if tokens[n] not in ranks and word not in added), None)
-        if whole is not None:  # it is found only where it is a whole piece, which tiktoken cannot say
+        if whole is not None:  # it can only match a whole piece, which ranks cannot express
             raise UserError(f"{path}: no merge makes the token {whole!r}; expected merges for all tokens")
     return {"tokens": tokens, "ranks": ranks, "ids": ids, "unknown_id": words.get(model.get("unk_token"))}
 
 
-def _ends(document: Mapping[str, Any], config: Mapping[str, Any], added: Mapping[str, int]) -> dict[str, Any]:
-    """BOS and EOS, and whether a BOS goes before every text: by the post-processor, unless the configuration says."""
+def _bos_eos(document: Mapping[str, Any], config: Mapping[str, Any], added: Mapping[str, int]) -> dict[str, Any]:
+    """BOS and EOS, and whether texts begin with BOS: from `add_bos_token` if it is set, else the post-processor."""
     processor = document.get("post_processor") or {}
     templates = [step.get("single", []) for step in processor.get("processors", [processor])]
     first = next((template[0].get("SpecialToken", {}).get("id") for template in templates if template), None)

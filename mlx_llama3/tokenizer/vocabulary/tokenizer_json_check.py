@@ -1,6 +1,6 @@
-"""Whether the parts of a `tokenizer.json` have the form in which the library `tokenizers` writes them.
+"""Checks that the parts of a `tokenizer.json` have the form that the library `tokenizers` writes.
 
-All that is read of such a file is looked at here first, so that a damaged one is named instead of failing anywhere.
+Every part is checked before it is used, so that a damaged file gives an error that names it.
 """
 
 from collections.abc import Iterable, Mapping
@@ -10,11 +10,11 @@ from typing import Any
 
 from mlx_llama3.errors import UserError
 
-_LARGEST_ID = 2**22  # a list as long as the largest id is made
+_LARGEST_ID = 2**22  # bounds the token table, which is as long as the largest id
 
 
 def check_pipeline(document: Mapping[str, Any], path: Path) -> None:
-    """All but the model. Raises `UserError` that names the part."""
+    """Check all parts but the model. Raises `UserError` that names the part."""
     added = document.get("added_tokens", [])
     named = _are_objects(added) and all(isinstance(entry.get("content"), str) for entry in added)
     _need(named and _are_ids(entry.get("id") for entry in added), "added_tokens", path)
@@ -28,7 +28,7 @@ def check_pipeline(document: Mapping[str, Any], path: Path) -> None:
 
 
 def check_added_by_configuration(entries: Any, path: Path) -> None:
-    """The `added_tokens_decoder` of a `tokenizer_config.json`, id -> token."""
+    """Check the `added_tokens_decoder` of a `tokenizer_config.json`, id -> token. Raises `UserError`."""
     ids = [int(n) if n.isdecimal() else None for n in entries] if isinstance(entries, Mapping) else [None]
     named = _are_ids(ids) and _are_objects([*entries.values()])
     _need(
@@ -37,17 +37,17 @@ def check_added_by_configuration(entries: Any, path: Path) -> None:
 
 
 def check_model(model: Mapping[str, Any], path: Path) -> None:
-    """The words and merges of a BPE model."""
+    """Check the words and merges of a BPE model. Raises `UserError` that names the part."""
     words, merges = model["vocab"], model.get("merges")
     _need(bool(words) and _are_ids(words.values()), "model.vocab", path)
     pairs = [merge for merge in merges if not isinstance(merge, str)] if isinstance(merges, list) else [None]
-    two = set(map(type, pairs)) <= {list} and set(map(len, pairs)) <= {2}
-    _need(two and set(map(type, chain.from_iterable(pairs))) <= {str}, "model.merges", path)
+    are_pairs = set(map(type, pairs)) <= {list} and set(map(len, pairs)) <= {2}
+    _need(are_pairs and set(map(type, chain.from_iterable(pairs))) <= {str}, "model.merges", path)
     _need(isinstance(model.get("unk_token"), str | None), "model.unk_token", path)
 
 
-def _need(holds: bool, part: str, path: Path) -> None:
-    if not holds:
+def _need(condition: bool, part: str, path: Path) -> None:
+    if not condition:
         raise UserError(f"{path}: {part} is not in the form of the library `tokenizers`; fetch the file again")
 
 
@@ -65,7 +65,7 @@ def _are_ids(values: Iterable[Any]) -> bool:
 
 
 def _is_template(pieces: Any) -> bool:
-    """What a post-processor puts together; a piece that names a token does so by text."""
+    """Whether `pieces` is a post-processor's template, whose special tokens are named by strings."""
     if not _are_objects(pieces):
         return False
     tokens = [piece.get("SpecialToken") for piece in pieces]

@@ -1,4 +1,4 @@
-"""Meta's `tokenizer.model` of Llama 3 (a line a token: base64, rank), and the special tokens that follow its ranks."""
+"""Reads Meta's `tokenizer.model` of Llama 3 (each line a base64 token and its rank), and has its special tokens."""
 
 from binascii import a2b_base64
 from collections.abc import Mapping
@@ -29,9 +29,10 @@ _SPECIAL["3.1"] = _SPECIAL["3.0"] | {
 
 
 def special_tokens(version: Llama3Version, first_id: int = 128000) -> dict[str, int]:
-    """The 256 special tokens of Llama 3.0, or of 3.1 and later (Meta `llama3/tokenizer.py` of either).
+    """The 256 special tokens of Llama 3.0, or of 3.1 and later (Meta `llama3/tokenizer.py` of each version).
 
-    In 3.0, 128004, 128008 (`<|eom_id|>` of 3.1) and 128010 (`<|python_tag|>`) are reserved like most others.
+    Their ids follow the ranks. In 3.0, 128004, 128008 (`<|eom_id|>` in 3.1) and 128010 (`<|python_tag|>`) are reserved
+    like most others.
     """
     named = _SPECIAL[version]
     unnamed = [n for n in range(256) if n not in named]
@@ -40,14 +41,14 @@ def special_tokens(version: Llama3Version, first_id: int = 128000) -> dict[str, 
 
 
 def llama3_version(config: Mapping[str, Any]) -> Llama3Version:
-    """Which table a model uses, by its `config.json` or `params.json`: RoPE is scaled from 3.1 on, in 3.0 it is not."""
+    """The version of a model with this `config.json` or `params.json`: RoPE is scaled since 3.1, but not in 3.0."""
     rope = config.get("rope_scaling") or config.get("rope_parameters")
     kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, Mapping) else "default"
     return "3.1" if kind != "default" or config.get("use_scaled_rope") else "3.0"
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:
-    """bytes -> rank, in the order of ranks, which are 0, 1, 2, ...
+    """bytes -> rank, in rank order: 0, 1, 2, ...
 
     Raises `UserError` for a SentencePiece model (Llama 1 and 2), and for a file that is damaged or cut off.
     """

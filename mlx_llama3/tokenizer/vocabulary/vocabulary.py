@@ -1,4 +1,4 @@
-"""The tokens of a model: `Vocabulary`, read from one of the three files in which tokenizers travel."""
+"""`Vocabulary`: the tokens of a model, read from one of the three file formats of tokenizers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,21 +12,21 @@ from mlx_llama3.tokenizer.vocabulary.tokenizer_model import Llama3Version, read_
 
 @dataclass(frozen=True, eq=False)
 class Vocabulary:
-    """Everything that turns text into ids and back; not to be changed once made.
+    """The data that a tokenizer needs to turn text into ids and back; immutable.
 
     Attributes:
-        tokens: id -> its bytes: the written name of a special or added token, nothing for an id that is not used.
-        ranks: bytes -> rank, for tiktoken: of two possible merges, the one that makes the lower rank comes first. All
-            single bytes are there; one that is no token stands for an id past the last.
-        special: control tokens, name -> id; never made from text unless asked for.
-        added: tokens outside the merges that are ordinary text, such as `<think>`; always found whole.
-        pre_tokenizer: the rule that cuts text into pieces.
-        ids: rank -> id where ids are not in merge order; None where a rank is its id.
+        tokens: id -> bytes: the name for a special or added token, empty for an unused id.
+        ranks: bytes -> rank, for tiktoken: the merge whose result has the lowest rank comes first. It contains all
+            single bytes; a byte without a token has an id past the last one.
+        special: control tokens, name -> id; text is encoded to them only with `allow_special`.
+        added: tokens outside the merges that are ordinary text, such as `<think>`; they always match whole.
+        pre_tokenizer: the rule that splits text before merges.
+        ids: rank -> id; None if every rank is its id.
         bos_id: the token that begins a text.
-        eos_ids: those that end an answer; the first is what others call the EOS token.
+        eos_ids: tokens that end an answer; the first is the EOS token.
         add_bos: whether the model expects `bos_id` before every text.
-        unknown_id: what stands for a byte that is no token; None: such a byte is dropped.
-        merges: "left right" in the byte alphabet, in merge order, as a GGUF has them; None: they follow from the ranks.
+        unknown_id: the token for a byte without a token; None drops such a byte.
+        merges: "left right" in the byte alphabet, in merge order, from a GGUF; None if they follow from the ranks.
     """
 
     tokens: Sequence[bytes] = field(repr=False)
@@ -43,7 +43,7 @@ class Vocabulary:
 
     @property
     def is_llama3(self) -> bool:
-        """Whether the official chat format can be written with it."""
+        """Whether it has the control tokens of the official chat format."""
         names = {"<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"}
         return names <= self.special.keys()
 
@@ -52,10 +52,10 @@ class Vocabulary:
         """Read Meta's `tokenizer.model` (tiktoken: base64 tokens and ranks).
 
         Args:
-            version: which special tokens follow the ranks, see `tiktoken_file.llama3_version`.
+            version: selects the special tokens, see `tokenizer_model.llama3_version`.
 
         Raises:
-            UserError: a SentencePiece model (Llama 1 and 2); a file that is damaged or cut off.
+            UserError: the file is a SentencePiece model (Llama 1 and 2), damaged or cut off.
         """
         ranks = read_ranks(path)
         special = special_tokens(version, len(ranks))
@@ -72,13 +72,13 @@ class Vocabulary:
 
     @classmethod
     def from_tokenizer_json(cls, path: Path) -> "Vocabulary":
-        """Read Hugging Face's `tokenizer.json`, with `tokenizer_config.json` and `special_tokens_map.json` beside it.
+        """Read Hugging Face's `tokenizer.json`, and `tokenizer_config.json` and `special_tokens_map.json` next to it.
 
-        A `tokenizer.model` beside it that agrees gives the ranks, in a third of the time.
+        If a `tokenizer.model` in the same folder agrees, the ranks come from there, in a third of the time.
 
         Raises:
-            UserError: each part whose effect is not known to be exact: a model that is not byte-level BPE, another
-                pre-tokenizer, a normalizer, added tokens that eat white space, merges that do not fit the vocabulary.
+            UserError: a part that is not supported exactly: a model other than byte-level BPE, another pre-tokenizer, a
+                normalizer, added tokens that strip white space, merges that do not match the vocabulary.
         """
         return cls(**tokenizer_json.read(path))
 
@@ -87,9 +87,9 @@ class Vocabulary:
         """Read the keys `tokenizer.ggml.*` of a GGUF; values may be lists, scalars, or arrays of NumPy or MLX.
 
         Args:
-            source: the file, to be named in errors.
+            source: the file's name in errors.
 
         Raises:
-            UserError: a vocabulary that is not byte-level BPE; a pre-tokenizer that is not known to be exact.
+            UserError: the vocabulary is not byte-level BPE, or its pre-tokenizer is not supported.
         """
         return cls(**gguf_vocabulary.read(metadata, source))

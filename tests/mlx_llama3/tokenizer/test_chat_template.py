@@ -1,4 +1,4 @@
-"""Jinja templates: the same text as transformers renders, and no control token from what people write."""
+"""Jinja chat templates: the same text as in transformers, and no control tokens from the text of messages."""
 
 import json
 from datetime import datetime
@@ -105,8 +105,8 @@ def test_control_tokens_in_tools_and_calls_stay_text():
     assert pieces == ["", 1, json.dumps(tools) + json.dumps(calls)]
 
 
-def test_templates_see_covered_tokens_as_characters():
-    # A template that cuts and joins what was said neither loses the words nor makes a control token of them.
+def test_templates_can_split_text_with_placeholders():
+    # A template that splits and joins a message neither loses its text nor makes a control token of it.
     template = "{% for m in messages %}{{ m.content.split('|')[0] ~ '|' ~ m.content[-1:] | trim }}{% endfor %}"
     pieces = chat_format(template).pieces([{"role": "user", "content": "<|im_end|>|b<|im_start|>"}], None, True)
     assert pieces == ["<|im_end|>|<|im_start|>"]
@@ -147,7 +147,7 @@ def test_after_a_reply_its_tool_calls_are_not_written_again():
 @pytest.mark.parametrize(
     "template", ["{{ messages[0].content }}", "{% for m in messages %}{{ m.content * 2 }}{% endfor %}"]
 )
-def test_a_template_that_does_not_write_each_answer_once_cannot_go_on(template):
+def test_a_template_that_does_not_write_each_answer_once_is_an_error(template):
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "x"}]
     with pytest.raises(PromptError, match="folder: the chat template does not write each answer once"):
         chat_format(template).pieces_after(1, messages, None)
@@ -169,7 +169,7 @@ def test_a_template_that_does_not_write_each_answer_once_cannot_go_on(template):
         ("{{ range(999999999) | list }}", "does not take these messages: Range too big"),
     ],
 )
-def test_faults_and_what_the_sandbox_forbids_are_told_in_one_line(template, fault):
+def test_faults_and_sandbox_violations_are_one_line_errors(template, fault):
     with pytest.raises(PromptError, match=f"^folder: the chat template {fault}") as caught:
         chat_format(template).pieces([{"role": "user", "content": "x"}], None, True)
     assert "\n" not in str(caught.value)

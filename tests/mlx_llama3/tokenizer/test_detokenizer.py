@@ -2,7 +2,7 @@ from hypothesis import example, given, strategies as st
 
 from mlx_llama3.tokenizer.detokenizer import Detokenizer
 
-# Single bytes of all kinds, lead bytes without their rest, surrogates, overlong forms, beyond U+10FFFF.
+# Single bytes of all kinds, lead bytes without continuation, surrogates, overlong forms, beyond U+10FFFF.
 _BROKEN = [b"\xf0\x9f", b"\x80", b"\xe6\x97", b"\xed\xa0\x80", b"\xc0\xaf", b"\xf4\x90\x80\x80", b"\xff", b"\xf0", b"a"]
 _WHOLE = (
     "\U0001f468\u200d\U0001f469\u200d\U0001f467 日本語 e\u0301\u0304 é \U0001f3f3\ufe0f\u200d\U0001f308 한국어".encode()
@@ -33,7 +33,7 @@ def test_every_split_of_whole_text_shows_only_whole_characters(cuts):
     assert rest == ""
 
 
-def test_incomplete_characters_wait_and_are_flushed():
+def test_incomplete_characters_are_delayed_and_flushed():
     texts, rest = run([b"a\xf0", b"\x9f", b"\x98", b"\x80b", b"\xe6\x97"])
     assert texts == ["a", "", "", "\U0001f600b", ""]
     assert rest == "\ufffd"

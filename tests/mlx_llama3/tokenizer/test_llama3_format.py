@@ -1,4 +1,4 @@
-"""The official format against Meta's own `ChatFormat`, and our template against transformers' way to render it."""
+"""The official format against Meta's own `ChatFormat`, and our template as transformers renders it."""
 
 import json
 
@@ -157,14 +157,14 @@ def test_built_in_tools_need_their_argument(llama31, name, argument):
 @pytest.mark.parametrize("tools", [None, [WEATHER], [WEATHER["function"], WEATHER]], ids=["no tools", "one", "two"])
 @pytest.mark.parametrize("version", ["3.0", "3.1"])
 def test_template_writes_the_same_text(llama30, llama31, version, name, tools):
-    # Others pass arguments as objects, as mlx-lm and transformers ask for.
+    # Other programs pass arguments as objects, as mlx-lm and transformers require.
     messages, tokenizer = read_messages(DIALOGS[name]), {"3.0": llama30, "3.1": llama31}[version]
     for prompt in (True, False):
         text = rendered_by_transformers(llama3_chat_template(version), messages, tools, prompt)
         assert text == tokenizer.render_chat(messages, tools=tools, add_generation_prompt=prompt)
 
 
-def test_our_templates_are_known_again():
+def test_our_templates_are_recognized():
     assert is_llama3_chat_template(llama3_chat_template("3.0"))
     assert is_llama3_chat_template(llama3_chat_template("3.1"))
     assert not is_llama3_chat_template(llama3_chat_template("3.1") + " ")

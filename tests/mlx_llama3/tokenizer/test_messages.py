@@ -24,7 +24,7 @@ def test_answers_and_results_may_be_empty():
     assert [message["content"] for message in read] == ["hi", "", ""]
 
 
-def test_tool_calls_come_to_one_form():
+def test_tool_calls_are_normalized():
     bare = {"name": "g", "arguments": {"y": "z"}}
     [_, read] = read_messages([USER, {"role": "assistant", "content": None, "tool_calls": [CALL, bare]}])
     assert read["content"] == ""
@@ -71,7 +71,7 @@ def test_tool_calls_come_to_one_form():
         ([USER, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "3"}]}], "call 'f' are not an object"),
     ],
 )
-def test_faults_are_told_in_one_line(messages, fault):
+def test_faults_are_one_line_errors(messages, fault):
     with pytest.raises(PromptError, match=f"^{fault}" if fault.startswith("message") else fault) as caught:
         read_messages(messages)
     assert "\n" not in str(caught.value)

@@ -56,7 +56,7 @@ def test_merges_from_ranks_and_back():
     model = json.loads(small_bpe().to_str())["model"]
     ranks, _ = to_ranks(model["vocab"], model["merges"], _tokens(model["vocab"]), "here")
     merges = to_merges(ranks)
-    # Training names one way to make each token; ranks allow every way, the trained one among them, in the same order.
+    # The trained merges name one pair for each token. Ranks allow every pair, including the trained one, in this order.
     assert {" ".join(pair) for pair in model["merges"]} <= set(merges)
     again, ids = to_ranks(model["vocab"], merges, _tokens(model["vocab"]), "here")
     assert (again, ids) == (ranks, None)

@@ -18,7 +18,7 @@ def test_both_ways():
 
 
 def test_other_characters_are_plain_text():
-    # U+2000 is what the rewriting joins tokens with; the space is written `Ġ` in the alphabet.
+    # U+2000 is the separator with which `to_bytes` joins tokens; the space is written `Ġ` in the alphabet.
     assert to_bytes(["Ġa", "<｜User｜>", "a\u2000b", "a b", "Ċ"]) == [
         b" a",
         "<｜User｜>".encode(),

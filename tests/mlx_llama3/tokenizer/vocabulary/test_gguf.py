@@ -19,7 +19,7 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5
 
 
 def metadata_of(peer, pre, **others):
-    """What llama.cpp's converter writes for a tokenizer of the library `tokenizers`."""
+    """The metadata that llama.cpp's converter writes for a tokenizer of the library `tokenizers`."""
     document = json.loads(peer.to_str())
     added = {entry["id"]: entry for entry in document["added_tokens"]}
     names = sorted(peer.get_vocab(), key=peer.get_vocab().__getitem__)
@@ -79,7 +79,7 @@ def _plain_ids(peer, text):
 def test_bytes_that_are_no_token():
     tokenizer = TOKENIZERS["smollm"]
     assert b"\x04" not in tokenizer.vocabulary.tokens
-    # Not compared: one inside a run of punctuation, where the library joins what lies left and right of it.
+    # Not tested inside a run of punctuation, where the library merges its left and right neighbours.
     for text in ("a\x04b", "\x04", "the \U00050000 cat", "x \x04 1", "\x1d\x1d\n\x06"):
         assert tokenizer.encode(text) == _plain_ids(PEERS["smollm"], text)
     assert tokenizer.decode(tokenizer.encode("a\x04b")) == "ab"
@@ -188,13 +188,13 @@ SENTENCEPIECE = {
         ),
         (metadata_of(PEERS["gpt-2"], "gpt-2", eos_token_id=99999), "eos_token_id is 99999; there are"),
         (metadata_of(PEERS["gpt-2"], "gpt-2", eos_token_id="x"), "eos_token_id is 'x'; there are"),
-        ({"tokenizer.ggml.tokens": [1, 2]}, "tokenizer.ggml.tokens is not what it should be"),
-        ({"tokenizer.ggml.tokens": 5}, "tokenizer.ggml.tokens is not what it should be"),
-        (metadata_of(PEERS["gpt-2"], "gpt-2", merges=[5]), "tokenizer.ggml.merges is not what it should be"),
+        ({"tokenizer.ggml.tokens": [1, 2]}, "tokenizer.ggml.tokens must be a list of texts"),
+        ({"tokenizer.ggml.tokens": 5}, "tokenizer.ggml.tokens must be a list of texts"),
+        (metadata_of(PEERS["gpt-2"], "gpt-2", merges=[5]), "tokenizer.ggml.merges must be a list of texts"),
         (metadata_of(PEERS["gpt-2"], "gpt-2", token_type=["1"]), "tokenizer.ggml.token_type is not what it should"),
     ],
 )
-def test_others_are_explained_in_one_line(metadata, fault):
+def test_other_vocabularies_are_one_line_errors(metadata, fault):
     with pytest.raises(UserError, match=f"^some.gguf: .*{fault}") as caught:
         Vocabulary.from_gguf(metadata, "some.gguf")
     assert "\n" not in str(caught.value)

@@ -13,26 +13,26 @@ RULES = {"llama3": LLAMA3, "gpt2": GPT2, "smollm": DIGITS_GPT2}
 PEERS = {kind: small_bpe(kind, vocab_size=260) for kind in RULES}
 
 
-def cut_by_the_library(kind, text):
+def split_by_the_library(kind, text):
     return b"\0".join(to_bytes([piece for piece, _ in PEERS[kind].pre_tokenizer.pre_tokenize_str(text)]))
 
 
-def cut_here(kind, text):
-    # `regex` is the dialect that tiktoken's patterns are written in; the ids themselves are compared in test_tokenizer.
-    # It counts some unassigned characters as letters, tiktoken and the library `tokenizers` do not.
+def split_by_pattern(kind, text):
+    # tiktoken's patterns are written in the dialect of `regex`; test_tokenizer compares the ids themselves. Unlike
+    # tiktoken and the library `tokenizers`, `regex` counts some unassigned characters as letters.
     return b"\0".join(piece.encode() for piece in regex.findall(RULES[kind].pattern, text))
 
 
 @pytest.mark.parametrize("kind", RULES)
 @given(text=texts(st.characters(exclude_categories=["Cs", "Cn"])))
-def test_one_pattern_cuts_like_the_steps_of_the_library(kind, text):
-    assert cut_here(kind, text) == cut_by_the_library(kind, text)
+def test_one_pattern_splits_like_the_steps_of_the_library(kind, text):
+    assert split_by_pattern(kind, text) == split_by_the_library(kind, text)
 
 
 def test_white_space_before_a_digit_is_a_piece_of_its_own():
-    assert cut_here("smollm", "a  1") == b"a\0  \x001"
-    assert cut_here("smollm", "a  b") == b"a\0 \0 b"
-    assert cut_here("gpt2", "a  1") == b"a\0 \0 1"
+    assert split_by_pattern("smollm", "a  1") == b"a\0  \x001"
+    assert split_by_pattern("smollm", "a  b") == b"a\0 \0 b"
+    assert split_by_pattern("gpt2", "a  1") == b"a\0 \0 1"
 
 
 @pytest.mark.parametrize("kind", RULES)

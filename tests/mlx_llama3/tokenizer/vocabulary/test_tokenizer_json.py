@@ -20,19 +20,19 @@ SMALL = json.loads(small_bpe().to_str())
 
 
 def read(folder, document=None, **files):
-    """Read a folder with this `tokenizer.json`, and other files by their name without `.json`."""
+    """Read a folder with this `tokenizer.json` and other JSON files, named without `.json`."""
     for name, content in {"tokenizer": SMALL if document is None else document, **files}.items():
         (folder / f"{name}.json").write_text(json.dumps(content, ensure_ascii=False))
     return Vocabulary.from_tokenizer_json(folder / "tokenizer.json")
 
 
 def changed(**parts):
-    """The small document with other parts; a dict for `model` is laid over the model."""
+    """The small document with other parts; a dict for `model` is merged into the model."""
     return SMALL | parts | {"model": SMALL["model"] | parts.get("model", {})}
 
 
 def shuffled():
-    """The same tokenizer with other ids: nothing but the merges tells the order any more."""
+    """The same tokenizer with shuffled ids, so that only the merges give the order."""
     words = SMALL["model"]["vocab"]
     plain = [word for word in words if not word.startswith("<|")]
     ids = [words[word] for word in plain]
@@ -91,7 +91,7 @@ def test_added_tokens(tmp_path):
     text = "<think>x<call>on the cats <｜User｜>"
     assert tokenizer.encode(text, allow_special=True) == peer.encode(text).ids
     plain = tokenizer.encode(text)
-    assert n in plain and n + 3 in plain  # ordinary text, found whole
+    assert n in plain and n + 3 in plain  # ordinary text, matched whole
     assert not {n + 1, n + 2} & set(plain)  # control tokens, though one of them is not marked as special
     assert tokenizer.decode(plain) == text
 
@@ -157,7 +157,7 @@ def test_eos(tmp_path):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_is_not_exact_is_refused_in_one_line(tmp_path, document, fault):
+def test_unsupported_parts_are_one_line_errors(tmp_path, document, fault):
     with pytest.raises(UserError, match=f"tokenizer.json: {fault}") as caught:
         read(tmp_path, document)
     assert "\n" not in str(caught.value)
@@ -195,23 +195,23 @@ def test_damaged_json_is_named(tmp_path):
         (changed(model={"unk_token": []}), "model.unk_token"),
     ],
 )
-def test_parts_of_another_form_are_named(tmp_path, document, part):
+def test_malformed_parts_are_named(tmp_path, document, part):
     with pytest.raises(UserError, match=f"tokenizer.json: {part} is not in the form of the library"):
         read(tmp_path, document)
 
 
 @pytest.mark.parametrize("entries", [5, {"x": {"content": "a"}}, {"1": 5}, {"1": {}}, {"99999999": {"content": "a"}}])
-def test_added_tokens_of_the_configuration_of_another_form_are_named(tmp_path, entries):
+def test_malformed_added_tokens_of_the_configuration_are_named(tmp_path, entries):
     with pytest.raises(UserError, match="tokenizer_config.json: added_tokens_decoder is not in the form"):
         read(tmp_path, tokenizer_config={"added_tokens_decoder": entries})
 
 
-# --- with Meta's tokenizer.model beside it ---------------------------------------------------------------------------
+# --- with Meta's tokenizer.model in the same folder ------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def llama3_document():
-    """What a folder of Llama 3 holds, with the special tokens of 3.0."""
+    """The document of a Llama 3 folder, with the special tokens of 3.0."""
     ranks = read_ranks(META_MODEL)
     names = special_tokens("3.0")
     return SMALL | {
@@ -225,7 +225,7 @@ def llama3_document():
     }
 
 
-def test_ranks_beside_spare_the_model(tmp_path, llama3_document, monkeypatch):
+def test_ranks_of_tokenizer_model_replace_parsing(tmp_path, llama3_document, monkeypatch):
     alone = read(tmp_path, llama3_document)
     shutil.copy(META_MODEL, tmp_path / "tokenizer.model")
     monkeypatch.setattr(tokenizer_json, "_parse", None)
@@ -236,7 +236,7 @@ def test_ranks_beside_spare_the_model(tmp_path, llama3_document, monkeypatch):
     assert both.pre_tokenizer is LLAMA3
 
 
-def test_a_file_beside_that_does_not_agree_is_left_aside(tmp_path, llama3_document):
+def test_a_tokenizer_model_that_disagrees_is_ignored(tmp_path, llama3_document):
     shutil.copy(META_MODEL, tmp_path / "tokenizer.model")
     assert read(tmp_path).ranks.keys() != read_ranks(META_MODEL).keys()
     swapped = dict(llama3_document["model"]["vocab"])
@@ -248,7 +248,7 @@ def test_a_file_beside_that_does_not_agree_is_left_aside(tmp_path, llama3_docume
     assert len(read(tmp_path).tokens) == len(SMALL["model"]["vocab"]) + 1
 
 
-def test_texts_with_ranks_beside(tmp_path, llama3_document, llama30):
+def test_texts_with_ranks_of_tokenizer_model(tmp_path, llama3_document, llama30):
     shutil.copy(META_MODEL, tmp_path / "tokenizer.model")
     tokenizer = Tokenizer(read(tmp_path, llama3_document))
     for text in TEXTS:
