@@ -1,6 +1,6 @@
-"""The Llama 3 Transformer: its configuration, its blocks, and the residual stream that runs through them.
+"""The Llama 3 Transformer: configuration, blocks, and the residual stream.
 
-Below it lie the layers, the Metal kernels, the caches of keys and values, and the hooks that look into a running model.
+The packages inside hold its layers, the fused Metal kernels, the KV caches, and hooks that read or edit activations.
 """
 
 from mlx_llama3.model.config import ConfigError, ModelArgs, RopeScaling

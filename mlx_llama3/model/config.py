@@ -1,6 +1,6 @@
-"""The configuration of a model, `ModelArgs`: everything that decides its mathematics.
+"""The hyperparameters of a model, `ModelArgs`.
 
-The readers for files are elsewhere: Hugging Face's `config.json` in `checkpoint/config_json.py`, Meta's `params.json`
+Each file format has its own reader: Hugging Face's `config.json` in `checkpoint/config_json.py`, Meta's `params.json`
 in `convert/sources/params_json.py`, GGUF's metadata in `convert/gguf/config.py`.
 """
 
@@ -9,20 +9,20 @@ from typing import Any
 
 from mlx_llama3.errors import UserError
 
-_LARGEST_INT = 2**31 - 1  # of MLX's shapes
-_LARGEST_FLOAT = (2 - 2**-23) * 2.0**127  # of float32
+_LARGEST_INT = 2**31 - 1  # the largest size of an axis in MLX
+_LARGEST_FLOAT = (2 - 2**-23) * 2.0**127  # the largest finite float32
 
 
 class ConfigError(UserError):
-    """A configuration that cannot be read for what it is: names the file and the key."""
+    """A configuration that is invalid or not supported; the message names the key, and the file if there is one."""
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3.1's stretching of the RoPE wavelengths (Meta `models/llama3/model.py`, `apply_scaling`).
+    """Llama 3.1's scaling of the RoPE wavelengths (Meta `models/llama3/model.py`, `apply_scaling`).
 
-    Wavelengths (in positions) longer than `original_max_position / low_freq_factor` are stretched by `factor`, those
-    shorter than `original_max_position / high_freq_factor` are kept, those between are blended.
+    Wavelengths (in positions) above `original_max_position / low_freq_factor` are multiplied by `factor`. Those below
+    `original_max_position / high_freq_factor` stay as they are. Those between are interpolated.
     """
 
     factor: float
@@ -42,10 +42,10 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class ModelArgs:
-    """Everything that decides the mathematics, with Meta's field names (`models/llama3/args.py`) where Meta has one.
+    """The hyperparameters of a model, named as in Meta's `models/llama3/args.py` where Meta has them.
 
-    `hidden_dim` is the width of the feed-forward layer (14336 for 8B), `head_dim` that of one head, `max_seq_len` the
-    number of positions the model was trained for.
+    `hidden_dim` is the width of the feed-forward layer (14336 for 8B). `head_dim` is the width of one head.
+    `max_seq_len` is the number of positions that the model was trained for.
     """
 
     dim: int
@@ -73,10 +73,10 @@ class ModelArgs:
 
 
 def llama3_rope_factor(dim: int, n_layers: int) -> float:
-    """The factor of Llama 3.1's RoPE scaling, where a file says only that there is scaling.
+    """The factor of Llama 3.1's RoPE scaling, for files that only state whether there is scaling.
 
-    Meta's code has 8, which is right for 3.1 and 3.3. The 3.2 text models were trained with 32, and only their sizes
-    tell them apart: 1B has a dim of 2048 and 16 layers, 3B a dim of 3072 and 28 layers.
+    Meta's code has 8, which is right for 3.1 and 3.3. The 3.2 text models were trained with 32 and are recognised by
+    their size: 1B has a dim of 2048 and 16 layers, 3B a dim of 3072 and 28 layers.
     """
     return 32.0 if (dim, n_layers) in ((2048, 16), (3072, 28)) else 8.0
 
@@ -88,6 +88,6 @@ def check_whole(key: str, value: Any) -> None:
 
 
 def check_positive(key: str, value: Any) -> None:
-    """Raise `ConfigError` unless `value` is a number above 0 that float32 can hold."""
+    """Raise `ConfigError` unless `value` is a number above 0 that is finite in float32."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= _LARGEST_FLOAT:
         raise ConfigError(f"{key} is {value!r:.60}; it must be a finite number above 0")

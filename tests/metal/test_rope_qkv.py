@@ -1,4 +1,4 @@
-"""`rope_qkv` as it is shipped, run on the CPU: values, bytes, races."""
+"""The shipped Metal source of `rope_qkv`, run on the CPU: values, bytes, races."""
 
 from itertools import cycle
 
@@ -11,31 +11,31 @@ from tests.metal_harness.checking.proof import prove
 
 import mlx.core as mx
 
-# Half a unit in the last place of the output; angles of float32 are off by some units in theirs.
+# Half a unit in the last place of the output; float32 angles are off by some units in their last place.
 TOLERANCE = {mx.float32: 1e-6, mx.float16: 2**-10, mx.bfloat16: 2**-7}
 
 
 def exact(qkv, n_heads, n_kv_heads, start_pos, freqs):
-    """The angles in float32, as the kernel has them; sines and products in float64."""
+    """The results with float32 angles, as in the kernel, and float64 sines and products."""
     B, S, _ = qkv.shape
     offset = np.broadcast_to(np.array(freqs.offset), (B,))
     angle = (offset[:, None] + np.arange(S)).astype(np.float32)[..., None] * np.array(freqs.inv_freq)  # (B, S, pairs)
     sine, cosine = (function(angle.astype(np.float64))[:, None] for function in (np.sin, np.cos))
     heads = np.array(qkv.astype(mx.float32), np.float64).reshape(B, S, n_heads + 2 * n_kv_heads, -1)
     low, high = np.split(heads.transpose(0, 2, 1, 3), 2, axis=-1)  # (B, heads, S, pairs)
-    turned = np.concatenate([low * cosine - high * sine, low * sine + high * cosine], axis=-1)
+    rotated = np.concatenate([low * cosine - high * sine, low * sine + high * cosine], axis=-1)
     plain = np.concatenate([low, high], axis=-1)
-    q, k, v = turned[:, :n_heads], turned[:, n_heads : n_heads + n_kv_heads], plain[:, n_heads + n_kv_heads :]
-    return tuple(mx.array(each.astype(np.float32)).astype(qkv.dtype) for each in (q, np.stack([k, v])))
+    q, k, v = rotated[:, :n_heads], rotated[:, n_heads : n_heads + n_kv_heads], plain[:, n_heads + n_kv_heads :]
+    return tuple(mx.array(x.astype(np.float32)).astype(qkv.dtype) for x in (q, np.stack([k, v])))
 
 
-def proven(heads, head_dim, dtype, start_pos=7, batch=1, length=1):
+def prove_shape(heads, head_dim, dtype, start_pos=7, batch=1, length=1):
     n_heads, n_kv_heads = heads
     width = (n_heads + 2 * n_kv_heads) * head_dim
     qkv = mx.random.normal((batch, length, width), key=mx.random.key(width)).astype(dtype)
-    inverse = 500000.0 ** (-mx.arange(0, head_dim, 2, dtype=mx.float32) / head_dim)
+    inv_freq = 500000.0 ** (-mx.arange(0, head_dim, 2, dtype=mx.float32) / head_dim)
     offset = start_pos if isinstance(start_pos, mx.array) else mx.array(start_pos)
-    freqs = RopeTables(offset, inverse, 1.0 / inverse)
+    freqs = RopeTables(offset, inv_freq, 1.0 / inv_freq)
     return prove(
         *(rope_qkv.fused, exact, qkv, n_heads, n_kv_heads, start_pos, freqs),
         atol=2e-6,
@@ -49,21 +49,21 @@ SHAPES = [((9, 3), 64), ((32, 8), 64), ((24, 8), 128), ((1, 1), 8), ((3, 1), 6),
 
 @pytest.mark.parametrize(("shape", "dtype"), list(zip(SHAPES, cycle(TOLERANCE))), ids=str)
 def test_every_shape_of_heads(shape, dtype):
-    (dispatch,) = proven(*shape, dtype).dispatches
+    (dispatch,) = prove_shape(*shape, dtype).dispatches
     traffic = dispatch.traffic
     assert traffic["q"].written + traffic["kv"].written == traffic["qkv"].size
 
 
 @pytest.mark.parametrize("start_pos", [0, 1, 8191, 131071])
 def test_positions(start_pos):
-    """Far ones too, where a sine that is not precise is noise."""
-    proven((4, 2), 64, mx.float32, start_pos)
+    """Also far positions, where an imprecise sine is noise."""
+    prove_shape((4, 2), 64, mx.float32, start_pos)
 
 
 @pytest.mark.parametrize(("batch", "length"), [(1, 5), (2, 1), (3, 4)])
 def test_several_positions_and_sequences(batch, length):
-    proven((4, 2), 64, mx.float32, 100, batch, length)
+    prove_shape((4, 2), 64, mx.float32, 100, batch, length)
 
 
-def test_sequences_at_positions_of_their_own():
-    proven((4, 2), 64, mx.float16, mx.array([3, 1000, 0]), 3, 2)
+def test_sequences_with_different_start_positions():
+    prove_shape((4, 2), 64, mx.float16, mx.array([3, 1000, 0]), 3, 2)

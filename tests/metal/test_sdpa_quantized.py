@@ -1,4 +1,4 @@
-"""`sdpa_quantized` as it is shipped, run on the CPU: values, bytes, races, barriers."""
+"""The shipped Metal source of `sdpa_quantized`, run on the CPU: values, bytes, races, barriers."""
 
 from itertools import cycle
 
@@ -15,13 +15,14 @@ from tests.metal_harness.emulator import emulated
 
 import mlx.core as mx
 
-# float32: sums in another order. Below, the rounding of the output is all that differs.
+# (atol, rtol). float32 differs by the order of summation, 16-bit dtypes by the rounding of the output.
 TOLERANCE = {mx.float32: (3e-6, 0.0), mx.float16: (1e-5, 2**-10), mx.bfloat16: (1e-5, 2**-7)}
 DTYPES = tuple(TOLERANCE)
 
 
 def proven(layout: PackedLayout, lengths: tuple[int, int], *, dtype=mx.float32, **shape: int) -> Report:
-    """A proof whose every input byte that is read is read by one threadgroup, and no unused one."""
+    """Prove the kernel for a shape, and check that each used input byte is read by exactly one threadgroup, and no
+    unused one."""
     arrays = inputs(layout, lengths, dtype=dtype, **shape)
     atol, rtol = TOLERANCE[dtype]
     rest = (*arrays, lengths, layout.head_dim**-0.5, layout)
@@ -42,7 +43,7 @@ FORMS = cycle([(64, 4, mx.float32), (128, 4, mx.float16), (64, 8, mx.bfloat16), 
 
 @pytest.mark.parametrize(("group", "form"), list(zip(range(1, 17), FORMS, strict=False)), ids=str)
 def test_every_group_of_heads(group, form):
-    """1 to 16 query heads for a KV head, in all head sizes, bits and types."""
+    """1 to 16 query heads for a KV head, over all head sizes, bits and dtypes."""
     head_dim, value_bits, dtype = form
     report = proven(PackedLayout(head_dim, value_bits), (9, 40 + 3 * group), group=group, dtype=dtype)
     assert len(report.dispatches) == 1
@@ -54,7 +55,7 @@ def test_every_group_of_heads(group, form):
     ids=str,
 )
 def test_lengths_in_one_pass(lengths, form):
-    """Dense part empty but for the new position, or alone; less than a simdgroup's share, and across all of them."""
+    """Only the new position dense, or all positions; fewer positions than one simdgroup takes, and many."""
     head_dim, value_bits, dtype = form
     assert len(proven(PackedLayout(head_dim, value_bits), lengths, group=3, dtype=dtype).dispatches) == 1
 
@@ -85,7 +86,7 @@ def test_two_passes(head_dim, lengths, value_bits, dtype, group):
     ids=str,
 )
 def test_drafts_and_batches(S, group, lengths, B):
-    """Several new positions see each other in order; rows of a batch do not meet."""
+    """Several new positions attend causally to each other; the rows of a batch are independent."""
     proven(PackedLayout(64, 4), lengths, group=group, S=S, B=B)
 
 
@@ -99,67 +100,67 @@ def test_random_shapes():
 
 
 def test_views_are_read_in_place():
-    """Queries out of a wider projection, and a cache that is cut out of another: strides, no copies."""
+    """Queries and caches that are slices of larger arrays: the kernel uses their strides and makes no copies."""
     layout, lengths = PackedLayout(64, 4), (20, 70)
-    q, dense, records = inputs(layout, lengths, group=3, S=2)
+    q, dense, packed = inputs(layout, lengths, group=3, S=2)
     wide = mx.concatenate([q, q + 1], axis=1).transpose(0, 2, 1, 3)
     views = (
         mx.contiguous(wide).transpose(0, 2, 1, 3)[:, :6],
         mx.concatenate([dense, dense + 1], axis=2)[:, :, :2],
-        mx.concatenate([records, records], axis=3)[..., : layout.words],
+        mx.concatenate([packed, packed], axis=3)[..., : layout.words],
     )
     report = prove(sdpa_quantized.fused, sdpa_quantized.reference, *views, lengths, 0.125, layout, atol=3e-6)
-    expected = attention64(q, dense, records, lengths, 0.125, layout)
+    expected = attention64(q, dense, packed, lengths, 0.125, layout)
     np.testing.assert_allclose(np.array(report.outputs[0]), expected, atol=3e-6)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("lengths", [(50, 300), (50, 1200)], ids=str)
-def test_no_further_from_float64_than_what_it_replaces(dtype, lengths):
-    """The replaced: positions made dense in the model's type, then MLX's attention."""
+def test_its_error_is_no_larger_than_that_of_what_it_replaces(dtype, lengths):
+    """It replaces dequantizing to the model's dtype, followed by MLX's attention."""
     layout = PackedLayout(128, 4)
-    q, dense, records = inputs(layout, lengths, group=4, dtype=dtype)
+    q, dense, packed = inputs(layout, lengths, group=4, dtype=dtype)
     report = proven(layout, lengths, group=4, dtype=dtype)
-    old = unpack(records[:, :, : lengths[1]], layout, dtype)
+    old = unpack(packed[:, :, : lengths[1]], layout, dtype)
     keys, values = (mx.concatenate([old[i], dense[i, :, :, : lengths[0]]], axis=2) for i in range(2))
     replaced = mx.fast.scaled_dot_product_attention(q, keys, values, scale=128**-0.5)
-    expected = attention64(q, dense, records, lengths, 128**-0.5, layout)
-    errors = [np.abs(np.array(each.astype(mx.float32)) - expected).max() for each in (report.outputs[0], replaced)]
-    assert errors[0] <= 1.1 * errors[1]  # in float32 both err by the order of their sums
+    expected = attention64(q, dense, packed, lengths, 128**-0.5, layout)
+    errors = [np.abs(np.array(out.astype(mx.float32)) - expected).max() for out in (report.outputs[0], replaced)]
+    assert errors[0] <= 1.1 * errors[1]  # in float32, both errors come from the order of summation
 
 
 @pytest.mark.parametrize("lengths", [(40, 500), (40, 1500)], ids=["one pass", "two passes"])
 def test_every_barrier_is_needed(lengths):
     report = proven(PackedLayout(64, 4), lengths, group=6)
-    for one in report.dispatches:
-        assert unneeded_barriers([one.dispatch]) == []
+    for checked in report.dispatches:
+        assert unneeded_barriers([checked.dispatch]) == []
 
 
-def test_a_cache_with_the_kernel_is_the_cache_without():
-    """A prompt, a draft of which a part is taken back, single positions across a block and across 1,024 positions."""
+def test_a_cache_gives_the_same_with_and_without_the_kernel():
+    """A prompt, a draft that is partly trimmed, and single positions past the end of a block and past 1,024."""
     layout = PackedLayout(64, 4)
     caches = [QuantizedKVCache(layout, fused=fused) for fused in (True, False)]
     kv, q = mx.random.normal((2, 1, 2, 1100, 64)), mx.random.normal((1, 6, 1100, 64))
     with emulated() as emulation:
         start, calls = 0, 0
-        for length, kept in ((150, 150), (5, 2), (1, 1), (860, 860), *[(1, 1)] * 12):
+        for length, accepted in ((150, 150), (5, 2), (1, 1), (860, 860), *[(1, 1)] * 12):
             part = slice(start, start + length)
             mask = "causal" if length > 1 else None
-            outputs = [each.attend(q[:, :, part], kv[:, :, :, part], 0.125, mask) for each in caches]
+            outputs = [cache.attend(q[:, :, part], kv[:, :, :, part], 0.125, mask) for cache in caches]
             np.testing.assert_allclose(*map(np.array, outputs), atol=3e-6)
-            for each in caches:
-                each.trim(length - kept)
-            start += kept
+            for cache in caches:
+                cache.trim(length - accepted)
+            start += accepted
             calls += length <= 8
         assert emulation.called("llama3_sdpa_quantized_float") == calls
         assert emulation.called("llama3_sdpa_quantized_reduce") == start - 1023
-    for found, expected in zip(*(each.fetch() for each in caches), strict=True):
-        np.testing.assert_array_equal(np.array(found), np.array(expected))
+    for ours, expected in zip(*(cache.fetch() for cache in caches), strict=True):
+        np.testing.assert_array_equal(np.array(ours), np.array(expected))
 
 
 def test_large_scores_do_not_overflow():
-    """Scores of some thousands, where an exponential without the largest score taken off would be infinite."""
+    """Scores of some thousands, whose exponentials are infinite unless the largest score is subtracted first."""
     layout, lengths = PackedLayout(64, 8), (30, 100)
-    q, dense, records = inputs(layout, lengths)
-    report = prove(sdpa_quantized.fused, sdpa_quantized.reference, q, dense, records, lengths, 100.0, layout, atol=1e-3)
+    q, dense, packed = inputs(layout, lengths)
+    report = prove(sdpa_quantized.fused, sdpa_quantized.reference, q, dense, packed, lengths, 100.0, layout, atol=1e-3)
     assert np.isfinite(np.array(report.outputs[0])).all()

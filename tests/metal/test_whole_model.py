@@ -1,4 +1,4 @@
-"""The demo model decodes through the sources of the shipped kernels, and says what it says without them."""
+"""The demo model generates the same tokens with the shipped Metal kernels, run on the CPU, as without them."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from mlx_llama3.model.cache.quantized import QuantizedKVCache
 from mlx_llama3.model.cache.settings import CacheSettings
 from mlx_llama3.model.hooks.norms import NormCapture
 from mlx_llama3.model.kernels.kernel_set import FUSED, REFERENCE
-from mlx_llama3.model.layers import tiled_linear as cpu
+from mlx_llama3.model.layers import tiled_linear
 from mlx_llama3.tokenizer.tokenizer import load_tokenizer
 from tests.metal_harness.emulator import emulated
 
@@ -19,21 +19,21 @@ TOKENS = 12
 
 @pytest.fixture(scope="module")
 def model(demo_folder):
-    """With quantized matrices, as on the GPU; on the CPU the loader would unpack them."""
+    """The demo model with quantized matrices, as on the GPU; for the CPU the loader would dequantize them."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu, "expand", lambda model, dtype: None)
+        patch.setattr(tiled_linear, "use_tiled_layers", lambda model, dtype: None)
         return load_model(demo_folder)
 
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    """A quantized cache that packs positions of a text of a dozen tokens."""
+    """Make blocks of the quantized cache so small that a text of a dozen tokens is packed."""
     for name, value in {"FIRST": 2, "NEWEST": 2, "BLOCK": 4, "ROOM": 2 + 2 + 4 + QuantizedKVCache.FEW}.items():
         monkeypatch.setattr(QuantizedKVCache, name, value)
 
 
 def greedy(model, prompt: list[int], settings: CacheSettings) -> tuple[list[int], list[mx.array]]:
-    """The most likely tokens after `prompt`, and the logits `(vocab,)` that they came from."""
+    """The tokens of greedy decoding after `prompt`, and the logits `(vocab_size,)` of each."""
     cache, tokens, logits = model.make_cache(settings), list(prompt), []
     fed = mx.array([prompt])
     while len(tokens) < len(prompt) + TOKENS:
@@ -43,7 +43,7 @@ def greedy(model, prompt: list[int], settings: CacheSettings) -> tuple[list[int]
     return tokens[len(prompt) :], logits
 
 
-# Of logits of about 20, in float32. A number between two steps of a quantized cache may be packed as either.
+# Tolerance for float32 logits of about 20. A number halfway between two quantization steps may be packed as either.
 @pytest.mark.parametrize(("kv_bits", "tolerance"), [(None, 5e-4), (4, 1e-2)])
 def test_the_same_tokens_with_and_without_kernels(model, demo_folder, small_blocks, kv_bits, tolerance):
     settings = CacheSettings(kv_bits=kv_bits)
@@ -59,13 +59,13 @@ def test_the_same_tokens_with_and_without_kernels(model, demo_folder, small_bloc
     layers = len(model.layers)
     assert emulation.called("llama3_rope_qkv") == layers * TOKENS
     assert emulation.called("llama3_add_rms_norm") == 2 * layers * TOKENS
-    # The prompt has more positions than this one takes at a time.
+    # The prompt has more positions than this kernel takes, so its reference runs for the prompt.
     assert emulation.called("llama3_swiglu_qmv") == layers * (TOKENS - 1)
     assert emulation.called("llama3_sdpa_quantized") == (0 if kv_bits is None else layers * TOKENS)
 
 
-def test_live_norms_come_out_of_the_kernels(model, demo_folder):
-    """A prompt and two tokens: the norms of the references, the same logits with and without norms, no kernel more."""
+def test_live_norms_come_from_the_kernels(model, demo_folder):
+    """The norms are those of the references. Measuring them changes no logits and adds no kernel call."""
     ids = load_tokenizer(demo_folder).encode("The capital of France is", bos=False)
     model.use(REFERENCE)
     wanted, _ = with_norms(model, ids)
@@ -82,7 +82,7 @@ def test_live_norms_come_out_of_the_kernels(model, demo_folder):
 
 
 def with_norms(model, ids: list[int]) -> tuple[np.ndarray, list[mx.array]]:
-    """Norms `(5, n_layers, T)` of a prompt of all but two of `ids`, and those two one at a time, and their logits."""
+    """Feed `ids` as a prompt, the last two one at a time: the norms `(5, n_layers, T)`, and the logits of those two."""
     capture, cache = NormCapture(model), model.make_cache()
     logits = [capture.model(mx.array([piece]), cache[0].offset, cache) for piece in (ids[:-2], ids[-2:-1], ids[-1:])]
     return capture.read(capture.take()), logits[1:]

@@ -1,6 +1,6 @@
-"""The caches of keys and values: plain, quantized, with a window, and for a batch.
+"""KV caches: plain, quantized, with a sliding window, and for a batch.
 
-`CacheSettings` says which one is wanted, `PrefixCache` knows which token ids one holds.
+`CacheSettings` selects one. `PrefixCache` pairs a cache with the token ids that it holds.
 """
 
 from mlx_llama3.model.cache.batch import BatchKVCache

@@ -1,4 +1,4 @@
-"""What a layer remembers of the past: its rotated keys and its values."""
+"""The KV cache of a layer: the keys (after RoPE) and values of all positions so far."""
 
 import copy
 
@@ -6,15 +6,15 @@ from mlx_llama3.model.layers.attention import scaled_dot_product_attention
 
 import mlx.core as mx
 
-# More positions than any pass brings.
-MANY = 1 << 30
+# More positions than any pass appends.
+UNLIMITED = 1 << 30
 
 
 class KVCache:
     """Keys and values of one layer, in a buffer that grows by `STEP` positions and is written in place.
 
-    Growing by concatenation would copy everything for every token; here a token is one slice update, of keys and values
-    together.
+    Growing by concatenation would copy the whole cache for every token. Here a token is one slice update, for keys and
+    values together.
     """
 
     STEP = 256
@@ -24,12 +24,12 @@ class KVCache:
         self._kv: mx.array | None = None  # (2, B, n_kv_heads, capacity, head_dim)
 
     def attend(self, q: mx.array, kv: mx.array, scale: float, mask: str | mx.array | None) -> mx.array:
-        """Append the new positions and attend to all so far.
+        """Append the new positions and attend to all positions so far.
 
         Args:
             q: rotated queries of the new positions, `(B, n_heads, S, head_dim)`.
-            kv: their rotated keys, and their values, `(2, B, n_kv_heads, S, head_dim)`.
-            scale: of the products, `head_dim ** -0.5`.
+            kv: rotated keys, and values, of the new positions, `(2, B, n_kv_heads, S, head_dim)`.
+            scale: factor of the scores, `head_dim ** -0.5`.
             mask: "causal", None, or an array as `mx.fast.scaled_dot_product_attention` takes it.
 
         Returns:
@@ -39,7 +39,7 @@ class KVCache:
         return scaled_dot_product_attention(q, keys, values, scale, mask)
 
     def update_and_fetch(self, kv: mx.array) -> tuple[mx.array, mx.array]:
-        """Append `(2, B, n_kv_heads, S, head_dim)`; return all keys and values so far, as `fetch` does."""
+        """Append keys and values `(2, B, n_kv_heads, S, head_dim)`; return all so far, as `fetch`."""
         start, end = self.offset, self.offset + kv.shape[3]
         self._reserve(kv, end)
         self._kv[:, :, :, start:end] = kv
@@ -48,7 +48,7 @@ class KVCache:
 
     def fetch(self) -> tuple[mx.array, mx.array]:
         """All keys and values so far, `(B, n_kv_heads, offset, head_dim)` each."""
-        # Slices: an index alone would gather, which copies.
+        # With slices beside the index these are views; an index alone would gather, which copies.
         return self._kv[0, :, :, : self.offset], self._kv[1, :, :, : self.offset]
 
     def _reserve(self, kv: mx.array, end: int) -> None:
@@ -62,58 +62,58 @@ class KVCache:
             self._kv = mx.pad(self._kv[:, :, :, : self.offset], [(0, 0)] * 3 + [(0, grown - self.offset), (0, 0)])
 
     def trim(self, count: int) -> None:
-        """Forget the last `count` positions. Raises ValueError if there are fewer."""
+        """Drop the last `count` positions. Raises ValueError if there are fewer."""
         if not 0 <= count <= self.offset:
             raise ValueError(f"cannot trim {count} positions of a cache that holds {self.offset}")
         self.offset -= count
 
     def positions(self, length: int) -> int | mx.array:
-        """Of the first of `length` new tokens; an array `(B,)` where each row of a batch has its own."""
+        """The position of the first of `length` new tokens; an array `(B,)` if each row of a batch has its own."""
         return self.offset
 
     @property
     def max_draft(self) -> int:
-        """New positions that one pass may bring, each seeing of the past what it would see in a pass of its own."""
-        return MANY
+        """Most positions that one pass may append with the same result as one at a time."""
+        return UNLIMITED
 
     @property
     def holds_all(self) -> bool:
-        """Whether every position so far is held; a cache with a window loses some."""
+        """Whether the cache still has every position so far; one with a window drops some."""
         return True
 
     def trimmable_to(self, length: int) -> int:
-        """The most positions, at most `length`, that `trim` can go back to."""
+        """The largest number of positions, at most `length`, that `trim` can shorten the cache to."""
         return min(length, self.offset)
 
     def tensors(self) -> dict[str, mx.array]:
-        """What is held, by name, cut to what is used, for a file; nothing if the cache is empty."""
+        """The positions in use, as named tensors for a file; {} if the cache is empty."""
         return {} if self._kv is None else {"kv": self._kv[:, :, :, : self.offset]}
 
     def restore(self, tensors: dict[str, mx.array], offset: int) -> None:
-        """Fill an empty cache with what `tensors` gave when it held `offset` positions. They need not be read yet."""
+        """Fill an empty cache with the `tensors()` of one that had `offset` positions. They may be lazy."""
         self._kv, self.offset = tensors.get("kv"), offset
 
     def prefix(self, count: int) -> "KVCache":
-        """A cache of the first `count` positions, to go on from without changing this one.
+        """A cache with the first `count` positions, which can be extended without changing this one.
 
-        It shares the buffers until one of the two is written to, which copies them.
+        The two share their buffers until one of them is written to; that write copies.
         """
         copied = copy.copy(self)
         if self._kv is not None:
-            copied._kv = self._kv[...]  # an array of its own over the same buffer: `a[...] = b` changes what `a` is
+            copied._kv = self._kv[...]  # a new array over the same buffer: a write to one does not show in the other
         copied.trim(self.offset - count)
         return copied
 
     @property
     def state(self) -> list[mx.array]:
-        """The buffer, for `mx.eval`; empty before the first update."""
+        """The buffers, for `mx.eval`; [] before the first update."""
         return [] if self._kv is None else [self._kv]
 
 
 def check_start(cache: list[KVCache] | None, start_pos: int, n_layers: int) -> None:
-    """Raise ValueError unless `start_pos` is where every layer's cache ends.
+    """Raise ValueError unless every layer's cache has exactly `start_pos` positions.
 
-    A call that drops `start_pos` would rotate as if it began at position 0, and give plausible nonsense.
+    A call that forgot `start_pos` would apply RoPE from position 0 on and return plausible but wrong logits.
     """
     if cache is None:
         if start_pos != 0:

@@ -1,4 +1,4 @@
-"""How much memory the positions of a context take."""
+"""The memory that a KV cache takes."""
 
 import copy
 from dataclasses import replace
@@ -11,20 +11,22 @@ import mlx.core as mx
 
 
 def context_bytes(args: ModelArgs, dtype: mx.Dtype, positions: int, settings: CacheSettings = DEFAULT) -> int:
-    """Bytes of the caches of all layers when they hold so many positions; dtype is that of the activations."""
+    """Bytes of the caches of all layers with this number of positions; dtype is that of the activations."""
     (layer,) = make_layers(settings, replace(args, n_layers=1))
     return args.n_layers * layer_bytes(layer, args, dtype, positions)
 
 
 def bytes_a_token(args: ModelArgs, dtype: mx.Dtype, settings: CacheSettings = DEFAULT) -> int:
-    """Bytes by which the caches of all layers grow with a position, once there are many."""
+    """Bytes by which the caches of all layers grow a position, on average in a long context."""
     many = 16 * KVCache.STEP
     return (context_bytes(args, dtype, 2 * many, settings) - context_bytes(args, dtype, many, settings)) // many
 
 
 def layer_bytes(layer: KVCache, args: ModelArgs, dtype: mx.Dtype, positions: int) -> int:
-    """Bytes of a cache of this kind that holds so many positions. It is asked of such a cache: one is filled, but never
-    computed, since shapes and types are known before that."""
+    """Bytes of a cache like `layer` with this number of positions.
+
+    Builds a lazy cache of that length and reads its nbytes: shapes and dtypes are known without computing anything.
+    """
     empty = copy.copy(layer)
     empty.restore({}, 0)
     q = mx.zeros((1, args.n_heads, positions, args.head_dim), dtype)

@@ -1,4 +1,4 @@
-"""How a model remembers: what may be asked for, and the layers' caches that do it."""
+"""The options of a KV cache, and the caches of all layers that they select."""
 
 from dataclasses import dataclass
 
@@ -14,11 +14,11 @@ KV_BITS = (4, 8)
 
 @dataclass(frozen=True)
 class CacheSettings:
-    """What `Transformer.make_cache` is asked for; by default all keys and values in the model's dtype.
+    """Options of `Transformer.make_cache`; by default, a cache of all keys and values in the model's dtype.
 
-    kv_bits: 4 or 8 keeps values in so many bits, and keys in 8 (`quantized_cache.py`).
-    max_kv_size: hold so many positions at most, the `kv_keep` first and the last ones (`rotating_cache.py`).
-    Raises `UserError` for a value out of range, and for settings that do not go together.
+    kv_bits: 4 or 8 stores values in that number of bits, and keys in 8 (`cache/quantized.py`).
+    max_kv_size: most positions that a query sees, the `kv_keep` first and the latest ones (`cache/rotating.py`).
+    Raises `UserError` for a value out of range, and for options that cannot be combined.
     """
 
     kv_bits: int | None = None
@@ -47,9 +47,9 @@ DEFAULT = CacheSettings()
 
 
 def make_layers(settings: CacheSettings, args: ModelArgs, *, fused: bool = False) -> list[KVCache]:
-    """An empty cache, one entry a layer; `fused` where the kernel `sdpa_quantized` serves.
+    """An empty cache, one entry a layer. fused: a quantized one attends with the kernel `sdpa_quantized`.
 
-    Raises `UserError` for settings that this model cannot have.
+    Raises `UserError` for settings that do not fit the model.
     """
     if settings.max_kv_size is not None:
         window = Window(settings.max_kv_size, settings.kv_keep)

@@ -1,6 +1,6 @@
-"""Ways to look into a running model, or to change it: taps, live norms, what-if edits.
+"""Hooks into a running model: taps that read activations, live norms, and edits that change activations.
 
-Each works on a copy that shares the model's weights, so the model itself is never changed.
+Each makes a copy that shares the model's weights, so the model itself never changes.
 """
 
 from mlx_llama3.model.hooks.edits import Add, Edit, Scale, edited

@@ -1,4 +1,4 @@
-"""What if: a model with branches scaled, heads silenced, or a vector added. The model itself is never changed.
+"""Edits of activations: scale a branch, silence a head, or add a steering vector. The model itself never changes.
 
 quiet = edited(model, [Scale(3, "attention", 0.0), Scale(5, "head", 0.0, head=2), Add(7, vector)])
 for step in generate(quiet, tokenizer, ids): ...
@@ -24,7 +24,10 @@ _POINTS = {"attention": "attn_out", "mlp": "mlp_out", "head": "z"}
 
 @dataclass(frozen=True)
 class Scale:
-    """Multiply the update of a branch by `factor` (0 silences it): "attention" or "mlp" of `layer`, or one "head"."""
+    """Multiply the output of a branch of `layer` by `factor` (0 silences it).
+
+    branch: "attention", "mlp", or "head" for the attention head number `head`.
+    """
 
     layer: int
     branch: str
@@ -45,29 +48,30 @@ Edit = Scale | Add
 
 
 def edited(model: Transformer, edits: Sequence[Edit]) -> Transformer:
-    """A twin of `model` that shares its weights and runs under `edits`; use it wherever a model is used.
+    """A copy of `model` that shares its weights and applies `edits`; use it wherever a model is used.
 
-    Several edits of one place are applied in their order.
+    Edits of the same activation are applied in their order.
 
     Raises:
-        UserError: no such layer, branch or head; a vector of another length; a factor that is no finite number.
+        UserError: no such layer, branch or head; a vector of the wrong length; a factor that is not finite; a sharded
+            model.
     """
-    places: dict[tuple[int, str], list[Edit]] = defaultdict(list)
+    by_point: dict[tuple[int, str], list[Edit]] = defaultdict(list)
     for edit in edits:
         _check(edit, model.args)
         name = _POINTS[edit.branch] if isinstance(edit, Scale) else "resid_post"
-        places[edit.layer, name].append(edit)
+        by_point[edit.layer, name].append(edit)
 
     def apply(layer: int, name: str, value: mx.array) -> mx.array:
-        for edit in places.get((layer, name), ()):
+        for edit in by_point.get((layer, name), ()):
             value = _applied(edit, value, model.args)
         return value
 
-    if not places:
+    if not by_point:
         return copy.copy(model)
     model.need_whole()
-    names = tuple({name for _, name in places})
-    return tapped(model, apply, names=names, layers={layer for layer, _ in places})
+    names = tuple({name for _, name in by_point})
+    return tapped(model, apply, names=names, layers={layer for layer, _ in by_point})
 
 
 def _applied(edit: Edit, value: mx.array, args: ModelArgs) -> mx.array:
@@ -76,7 +80,7 @@ def _applied(edit: Edit, value: mx.array, args: ModelArgs) -> mx.array:
     if edit.branch != "head":
         return value * edit.factor
     factors = mx.where(mx.arange(args.n_heads) == edit.head, edit.factor, 1.0).astype(value.dtype)
-    # (..., n_heads * head_dim): each head's slice times its factor
+    # value is z, (..., n_heads * head_dim): multiply the slice of each head by its factor
     return (value.reshape(*value.shape[:-1], args.n_heads, -1) * factors[:, None]).reshape(value.shape)
 
 

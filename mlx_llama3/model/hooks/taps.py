@@ -1,6 +1,7 @@
-"""Copies of a model that share its weights and hand on what flows through chosen modules.
+"""Taps: copies of a model, with its weights, that call a hook on the activations of chosen modules.
 
-A tap stands where a module stood and calls it. The model's own code runs unchanged: what is seen is what is computed.
+A tap takes the place of a module and calls it. The model's own code runs unchanged, so a hook gets exactly the values
+that the model computes with.
 """
 
 import copy
@@ -13,40 +14,39 @@ from mlx_llama3.model.transformer import Transformer, TransformerBlock
 
 import mlx.core as mx
 
-# Told (layer, name, value); the value it returns goes on in the place of the module's output.
+# Called with (layer, name, value); the value that it returns replaces the activation.
 Hook = Callable[[int, str, mx.array], mx.array]
 
-# TransformerLens's names, in the order in which a block makes them, and `z`: what the heads hand to `wo`.
+# TransformerLens's names, in the order in which a block computes them. `z` is the input of `wo`, the heads' outputs.
 NAMES = ("resid_pre", "z", "attn_out", "resid_mid", "mlp_out", "resid_post")
 
 
 class Tap:
-    """A module whose input or output a hook sees."""
+    """A module with a hook on its output, or on its first input."""
 
     def __init__(self, module: Any, hook: Callable[[mx.array], mx.array], *, on_input: bool = False) -> None:
         self.module, self._hook, self._on_input = module, hook, on_input
 
     def __call__(self, x: mx.array | Residual, *rest: Any) -> mx.array | Residual:
         if self._on_input:
-            return self.module(_seen(self._hook, x), *rest)
-        return _seen(self._hook, self.module(x, *rest))
+            return self.module(_hooked(self._hook, x), *rest)
+        return _hooked(self._hook, self.module(x, *rest))
 
     def __getattr__(self, name: str) -> Any:
-        if name == "module":  # while being copied
+        if name == "module":  # `copy.copy` looks for attributes before `module` is set
             raise AttributeError(name)
         return getattr(self.module, name)
 
 
 def tapped(model: Transformer, hook: Hook, *, names: tuple[str, ...] = NAMES, layers: Any = None) -> Transformer:
-    """A copy of `model`, sharing its weights, in which `hook` is told of `names` in `layers` (default: all).
+    """A copy of `model`, sharing its weights, that calls `hook` for the activations `names` of `layers` (default: all).
 
-    The arrays have shape `(B, S, dim)`, `z` `(B, S, n_heads * head_dim)`, in the model's dtype. What the hook returns
-    for `attn_out`, `mlp_out`, `z`, `resid_post` and `resid_pre` takes the place of the value; `resid_mid` is only seen,
-    because the stream goes past the norm that reads it.
+    Activations are `(B, S, dim)`, `z` is `(B, S, n_heads * head_dim)`, in the model's dtype. What the hook returns
+    replaces the activation, except for `resid_mid`: there only the norm's input changes, not the stream beside it.
     """
     chosen = range(len(model.layers)) if layers is None else set(layers)
     copied = copy.copy(model)
-    # What a hook sees are arrays: the add and the norm apart.
+    # Hooks get the stream as an array, so the add and the norm cannot be fused.
     copied.kernels = replace(model.kernels, add_rms_norm=False)
     copied.layers = [
         _tap_block(block, i, hook, names) if i in chosen else block for i, block in enumerate(model.layers)
@@ -54,7 +54,7 @@ def tapped(model: Transformer, hook: Hook, *, names: tuple[str, ...] = NAMES, la
     return copied
 
 
-def _seen(hook: Callable[[mx.array], mx.array], x: mx.array | Residual) -> mx.array | Residual:
+def _hooked(hook: Callable[[mx.array], mx.array], x: mx.array | Residual) -> mx.array | Residual:
     return x.changed(hook) if isinstance(x, Residual) else hook(x)
 
 
@@ -72,7 +72,7 @@ def _tap_block(block: TransformerBlock, layer: int, hook: Hook, names: tuple[str
 
 
 def _replace(module: Any, name: str, make: Callable[[Any], Any]) -> Any:
-    """A copy of `module` whose part `name` is `make(part)`; inside the taps that already stand around it."""
+    """A copy of `module` with `make(part)` for its part `name`; if `module` is a tap, in the module inside it."""
     copied = copy.copy(module)
     if isinstance(module, Tap):
         copied.module = _replace(module.module, name, make)

@@ -1,19 +1,19 @@
-"""The add of one branch and the norm before the next."""
+"""Fused kernel: the residual add of one branch and the RMSNorm before the next."""
 
 from functools import cache
 from typing import Any
 
-from mlx_llama3.model.kernels.metal import TYPES, completed, title
+from mlx_llama3.model.kernels.metal import TYPES, unique_name, with_constants
 
 import mlx.core as mx
 
 LANES = 32
-VALUES = 4  # that lie beside each other and go to one thread, as MLX's own norm reads them
-MOST_THREADS = 1024
-WIDEST = 32768
+VALUES = 4  # adjacent numbers that one thread reads, as in MLX's own norm
+MAX_THREADS = 1024
+MAX_DIM = 32768
 
-# One threadgroup a row. A thread holds ROUNDS times VALUES numbers of the sum in registers between the two passes.
-# The stream is rounded before it is measured, for what is stored is what goes on.
+# One threadgroup a row. Between the two passes over the row, a thread holds ROUNDS * VALUES numbers of the sum in
+# registers. The sum is rounded to T before its norm is taken, because the rounded stream is what later layers read.
 SOURCE = """
     const uint thread_index = thread_position_in_threadgroup.x;
     const uint row = threadgroup_position_in_grid.x;
@@ -48,7 +48,7 @@ SOURCE = """
         partial_stream[simdgroup] = of_stream;
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    // Every simdgroup adds the parts up for itself: no second barrier.
+    // Every simdgroup sums the partial sums itself, which saves a second barrier.
     of_update = simd_sum(lane < SIMDGROUPS ? partial_update[lane] : 0.0f);
     of_stream = simd_sum(lane < SIMDGROUPS ? partial_stream[lane] : 0.0f);
     if (thread_index == 0) {
@@ -70,19 +70,24 @@ SOURCE = """
 
 
 def reference(x: mx.array, update: mx.array, weight: mx.array, eps: float) -> tuple[mx.array, mx.array, mx.array]:
-    """Stream `x` and `update` `(B, S, dim)`, gains `weight` `(dim,)` -> the new stream, its norm, and squared L2 norms.
+    """Add an update to the residual stream, and norm the sum.
+
+    Args:
+        x: the stream, `(B, S, dim)`.
+        update: what to add, `(B, S, dim)`.
+        weight: the gains of the norm, `(dim,)`.
 
     Returns:
-        `x + update` and `rms_norm(x + update) * weight`, `(B, S, dim)` in the dtype of x; the squared norms of the
-        update and of the new stream, float32 `(2, B, S)`.
+        The new stream `x + update` and `rms_norm(x + update) * weight`, each `(B, S, dim)` in the dtype of x; the
+        squared L2 norms of the update and of the new stream, float32 `(2, B, S)`.
     """
     h = x + update
-    squares = mx.stack([mx.square(each.astype(mx.float32)).sum(-1) for each in (update, h)])
+    squares = mx.stack([mx.square(state.astype(mx.float32)).sum(-1) for state in (update, h)])
     return h, mx.fast.rms_norm(h, weight, eps), squares
 
 
 def takes(x: mx.array, update: mx.array, weight: mx.array) -> bool:
-    """One floating type for all, whole groups of 4 numbers a row, and rows of at most 32768."""
+    """Whether the kernel takes these: one float dtype for all, and rows of 8 to 32768 numbers, a multiple of 4."""
     dim = weight.size
     return (
         x.dtype in TYPES
@@ -91,16 +96,16 @@ def takes(x: mx.array, update: mx.array, weight: mx.array) -> bool:
         and x.ndim == 3
         and x.shape[2] == dim
         and dim % VALUES == 0
-        and 2 * VALUES <= dim <= WIDEST
+        and 2 * VALUES <= dim <= MAX_DIM
     )
 
 
 def fused(x: mx.array, update: mx.array, weight: mx.array, eps: float) -> tuple[mx.array, mx.array, mx.array]:
-    """As `reference`, in one kernel; what it does not take goes there.
+    """As `reference`, in one kernel; runs the reference for inputs that the kernel does not take.
 
-    Grid: a threadgroup of up to 1024 threads a row of `dim` numbers. It reads x, update and the gains once and writes
-    stream and norm once: `(2 + 2) * B * S + 1` rows of `dim`, and 8 bytes of norms a row. 256 bytes of threadgroup
-    memory at most.
+    Grid: a threadgroup of up to 1024 threads for each row of `dim` numbers. The kernel reads x, update and the gains
+    once, and writes the stream and the norm once: `(2 + 2) * B * S + 1` rows of `dim`, and 8 bytes of squared norms a
+    row. Threadgroup memory: 256 bytes at most.
     """
     if not takes(x, update, weight):
         return reference(x, update, weight, eps)
@@ -118,8 +123,8 @@ def fused(x: mx.array, update: mx.array, weight: mx.array, eps: float) -> tuple[
 
 
 def _threads(dim: int) -> int:
-    """Whole simdgroups, enough for one group of numbers each, 1024 at most."""
-    return min(MOST_THREADS, -(-dim // (VALUES * LANES)) * LANES)
+    """Threads of a threadgroup: whole simdgroups, enough for 4 numbers a thread, 1024 at most."""
+    return min(MAX_THREADS, -(-dim // (VALUES * LANES)) * LANES)
 
 
 @cache
@@ -133,9 +138,9 @@ def _kernel(make: Any, dtype: mx.Dtype, dim: int, eps: float) -> Any:
         "ROUNDS": -(-dim // (VALUES * threads)),
     }
     return make(
-        # eps is in the name by its bits, which make an identifier
-        name=title("add_rms_norm", dtype, dim, eps.hex().translate(str.maketrans(".+-", "pxm"))),
+        # the exact eps, written as an identifier
+        name=unique_name("add_rms_norm", dtype, dim, eps.hex().translate(str.maketrans(".+-", "pxm"))),
         input_names=["x", "update", "weight"],
         output_names=["stream", "normed", "squares"],
-        source=completed(SOURCE, dtype, **constants, EPS=f"float EPS = {eps:.9e}f"),
+        source=with_constants(SOURCE, dtype, **constants, EPS=f"float EPS = {eps:.9e}f"),
     )

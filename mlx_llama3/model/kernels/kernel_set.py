@@ -1,11 +1,11 @@
-"""Which of the fused kernels serve a model."""
+"""The choice of fused kernels for a model."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """Which of the fused kernels serve a model; in the place of the others stand their references."""
+    """Which operations of a model run as fused kernels; the others run as their references."""
 
     add_rms_norm: bool = False
     rope_qkv: bool = False

@@ -1,9 +1,9 @@
-"""From the packed projection to queries, and to keys and values as the cache holds them."""
+"""Fused kernel: split the packed q|k|v projection into heads and apply RoPE to queries and keys."""
 
 from functools import cache
 from typing import Any
 
-from mlx_llama3.model.kernels.metal import TYPES, completed, title
+from mlx_llama3.model.kernels.metal import TYPES, unique_name, with_constants
 from mlx_llama3.model.layers.rope import RopeTables, StartPos, rotate
 
 import mlx.core as mx
@@ -11,8 +11,8 @@ import mlx.core as mx
 HEADS_A_THREAD = 4
 THREADS = 256
 
-# One thread: the pair of numbers i and i + PAIRS of a few heads in a row, which all turn by the same angle. The sine is
-# the precise one: the fast one is noise at the angles of far positions.
+# One thread rotates the numbers i and i + PAIRS of HEADS_A_THREAD consecutive heads: these share their angle. The sine
+# is the precise one, because at the large angles of far positions the fast one returns noise.
 SOURCE = """
     const uint pair = thread_position_in_grid.x;
     const uint first = thread_position_in_grid.y * HEADS_A_THREAD;
@@ -50,18 +50,24 @@ SOURCE = """
 def reference(
     qkv: mx.array, n_heads: int, n_kv_heads: int, start_pos: StartPos, freqs: RopeTables
 ) -> tuple[mx.array, mx.array]:
-    """`(B, S, (n_heads + 2 n_kv_heads) * head_dim)`, rows of wq, wk, wv -> rotated q `(B, n_heads, S, head_dim)`, and
-    rotated keys and values together, `(2, B, n_kv_heads, S, head_dim)`."""
+    """Split the output of `wq|wk|wv` into heads, and apply RoPE to queries and keys.
+
+    Args:
+        qkv: `(B, S, (n_heads + 2 n_kv_heads) * head_dim)`.
+
+    Returns:
+        Queries `(B, n_heads, S, head_dim)`; keys and values in one array, `(2, B, n_kv_heads, S, head_dim)`.
+    """
     B, S, _ = qkv.shape
     heads = qkv.reshape(B, S, n_heads + 2 * n_kv_heads, -1).swapaxes(1, 2)  # (B, heads, S, head_dim)
-    # Queries and keys turn by the same angles: one rotation for both.
+    # Queries and keys have the same angles, so one rotation serves both.
     qk, v = mx.split(heads, [n_heads + n_kv_heads], axis=1)
     q, k = mx.split(rotate(qk, start_pos, freqs), [n_heads], axis=1)
     return q, mx.stack([k, v])
 
 
 def takes(qkv: mx.array, n_heads: int, n_kv_heads: int, start_pos: StartPos, freqs: RopeTables) -> bool:
-    """Types and sizes of the kernel: any of Llama's, with positions that are one number or one a sequence."""
+    """Whether the kernel takes these: any head sizes, with one start position for all sequences or one for each."""
     width = 2 * freqs.inv_freq.size
     return (
         qkv.dtype in TYPES
@@ -74,10 +80,10 @@ def takes(qkv: mx.array, n_heads: int, n_kv_heads: int, start_pos: StartPos, fre
 def fused(
     qkv: mx.array, n_heads: int, n_kv_heads: int, start_pos: StartPos, freqs: RopeTables
 ) -> tuple[mx.array, mx.array]:
-    """As `reference`, in one kernel, which makes the angles itself, in float32; what it does not take goes there.
+    """As `reference`, in one kernel; runs the reference for inputs that the kernel does not take.
 
-    Grid: pairs of a head, groups of 4 heads, B * S. Threadgroup: 256 threads at most. Each byte of `qkv` is read once
-    and each of the outputs written once; 4 * head_dim / 2 bytes of angles are read besides.
+    The kernel computes the angles itself, in float32. Grid: pairs of a head, groups of 4 heads, B * S. Threadgroup: 256
+    threads at most. It reads `qkv` once, writes the outputs once, and reads 4 * head_dim / 2 bytes of frequencies.
     """
     if not takes(qkv, n_heads, n_kv_heads, start_pos, freqs):
         return reference(qkv, n_heads, n_kv_heads, start_pos, freqs)
@@ -101,8 +107,8 @@ def _kernel(make: Any, dtype: mx.Dtype, pairs: int, n_heads: int, n_kv_heads: in
     constants = {"PAIRS": pairs, "N_HEADS": n_heads, "N_KV_HEADS": n_kv_heads, "HEADS_A_THREAD": HEADS_A_THREAD}
     body = SOURCE.replace("OFFSET", "offset[b]" if offset_ndim else "offset")
     return make(
-        name=title("rope_qkv", dtype, *constants.values(), offset_ndim),
+        name=unique_name("rope_qkv", dtype, *constants.values(), offset_ndim),
         input_names=["qkv", "inverse", "offset"],
         output_names=["q", "kv"],
-        source=completed(body, dtype, **constants),
+        source=with_constants(body, dtype, **constants),
     )

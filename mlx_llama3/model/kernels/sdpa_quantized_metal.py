@@ -1,11 +1,11 @@
-"""The Metal of `sdpa_quantized`: the bodies of its two kernels, to be completed with constants."""
+"""Metal source of `sdpa_quantized`: the bodies of its two kernels, without the constants."""
 
-# LANES threads, a team, share one position and hold 8 numbers of its key and of its value; a simdgroup reads several
-# positions at once. Each thread does so for HELD rows of queries: the record that it read serves all of them.
-# Simdgroups share the positions (SPLITS of them) and the rows (if there are more than a thread holds).
+# A team of LANES threads reads one position: each thread has 8 numbers of its key and 8 of its value. A simdgroup has
+# several teams, so it reads several positions at once. Each thread serves HELD query rows with what it reads. SPLITS
+# simdgroups share the positions; if there are more query rows than HELD, further simdgroups take the other rows.
 #
-# A thread's numbers of a key are 4 of each half, and so are those of a value of 8 bits: neighbouring threads then read
-# neighbouring words. Of a value of 4 bits it has one word, 8 numbers in a row.
+# A thread has 4 key numbers of each half of the head, so that neighbouring threads read neighbouring words; so too for
+# values of 8 bits. For values of 4 bits it has one word, 8 consecutive numbers. `records` are the packed positions.
 ATTEND = """
     const uint block = threadgroup_position_in_grid.x;
     const uint blocks = threadgroups_per_grid.x;
@@ -28,9 +28,9 @@ ATTEND = """
     }
 
     float query[HELD][8];
-    float sum[HELD][8];  // of weights times values, for the largest score so far
+    float sum[HELD][8];  // weights times values, relative to the largest score so far
     float largest[HELD];
-    float total[HELD];  // of weights
+    float total[HELD];  // sum of the weights
 #pragma clang loop unroll(full)
     for (uint j = 0; j < HELD; j++) {
         const uint row = metal::min(first_row + j, ROWS - 1);
@@ -67,7 +67,7 @@ ATTEND = """
             const device uint* values = record + KEY_WORDS;
             const device uint* key_pairs = values + VALUE_WORDS;
             const device uint* value_pairs = key_pairs + KEY_GROUPS;
-            for (uint w = 0; w < 2; w++) {  // a word of each half
+            for (uint w = 0; w < 2; w++) {  // one word of each half
                 const uint word = record[part + w * LANES];
                 const uint pair = key_pairs[w * (KEY_GROUPS - 1)];
                 const float scale = float(as_type<half>(ushort(pair)));
@@ -103,7 +103,7 @@ ATTEND = """
             for (uint step = 1; step < LANES; step *= 2) {
                 score += simd_shuffle_xor(score, ushort(step));
             }
-            // The newest positions are the last dense ones; of those a row sees none after its own.
+            // Causal mask: the newest S positions are the last dense ones; a row sees none after its own.
             const uint later = S - 1 - metal::min(first_row + j, ROWS - 1) % S;
             const bool seen = position < n_dense ? position + later < n_dense : position < positions;
             const float peak = seen ? metal::max(largest[j], score) : largest[j];
@@ -117,7 +117,7 @@ ATTEND = """
         }
     }
 
-    // The teams of a simdgroup together.
+    // Combine the teams of a simdgroup.
 #pragma clang loop unroll(full)
     for (uint j = 0; j < HELD; j++) {
         for (uint step = LANES; step < 32; step *= 2) {
@@ -133,7 +133,7 @@ ATTEND = """
         }
     }
 
-    // The simdgroups with the same rows together.
+    // Combine the simdgroups that hold the same rows.
     threadgroup float peaks[SIMDGROUPS * HELD];
     threadgroup float totals[SIMDGROUPS * HELD];
     threadgroup float sums[SIMDGROUPS * D];
@@ -173,7 +173,7 @@ ATTEND = """
 
 STORE_OUTPUT = "out[row * D + i] = T(added / whole);"
 
-# Of a block of positions: the sums, their largest score, the sum of weights.
+# The result of one block of positions: the weighted sums, the largest score, the sum of the weights.
 STORE_PART = """
                 device float* to = out + (row * blocks + block) * (D + 2);
                 to[i] = added;
@@ -183,7 +183,7 @@ STORE_PART = """
                 }
 """
 
-# One threadgroup a row of queries; REDUCERS threads share a number of its output.
+# Second kernel: one threadgroup for each query row; REDUCERS threads share one number of its output.
 REDUCE = """
     const uint row = threadgroup_position_in_grid.x;
     const uint lane = thread_index_in_simdgroup;

@@ -1,9 +1,9 @@
-"""The first half of the feed-forward: gate and up products and SwiGLU."""
+"""Fused kernel: the gate and up products of the feed-forward layer, and SwiGLU."""
 
 from functools import cache
 from typing import Any
 
-from mlx_llama3.model.kernels.metal import TYPES, completed, title
+from mlx_llama3.model.kernels.metal import TYPES, unique_name, with_constants
 from mlx_llama3.model.layers.packed_linear import PackedLinear
 
 import mlx.core as mx
@@ -11,17 +11,17 @@ import mlx.nn as nn
 
 LANES = 32
 SIMDGROUPS = 2  # a threadgroup
-PAIRS = 2  # rows of w1, with their rows of w3, that a simdgroup multiplies
-PACKS = 4  # of 16 bits, that a lane reads of a row at a time
-MOST_ROWS = 4  # of x; for more a matrix product is better
+PAIRS = 2  # rows of w1, and the same rows of w3, that a simdgroup multiplies
+PACKS = 4  # words of 16 bits that a lane reads of a row at a time
+MAX_ROWS = 4  # rows of x; with more, a matrix-matrix product is faster
 BITS = (4, 8)
 GROUPS = (32, 64, 128)
 
-# A lane takes VALUES numbers of a row of weights at a time, and the simdgroup LANES times as many. It reads them of all
-# its rows before it uses any, and each one once, for all rows of x.
-# In an affine group the sum over (scale * quant + bias) * x is scale * sum(quant * x) + bias * sum(x): the inner loop
-# multiplies bare integers. They are not even shifted into place: x is divided by what the place is worth, a power of
-# two, which is exact, and meets the masked bits where they stand (as in MLX's `affine_qmv_fast`).
+# A lane multiplies VALUES numbers of a weight row at a time, the simdgroup LANES times as many. It loads the numbers of
+# all its rows before it uses any, and loads each once for all rows of x.
+# In an affine group, the sum over (scale * quant + bias) * x is scale * sum(quant * x) + bias * sum(x), so the inner
+# loop multiplies bare integers. These are masked but not shifted down. Instead, x is divided by the place value of the
+# bits, a power of two, which is exact (as in MLX's `affine_qmv_fast`).
 SOURCE = """
     const uint lane = thread_index_in_simdgroup;
     const uint first = (threadgroup_position_in_grid.x * SIMDGROUPS + simdgroup_index_in_threadgroup) * PAIRS;
@@ -34,13 +34,13 @@ SOURCE = """
         }
     }
 
-    // Lanes past the end of a row have nothing to add.
+    // Lanes past the end of a row skip the loop and add 0.
     for (uint k = lane * VALUES; k < DIM; k += LANES * VALUES) {
         ushort quants[2 * PAIRS][PACKS];
         float scale[2 * PAIRS];
         float bias[2 * PAIRS];
         for (uint r = 0; r < 2 * PAIRS; r++) {
-            const uint row = first + r / 2 + (r % 2) * HIDDEN;  // of w1 and of w3 in turn
+            const uint row = first + r / 2 + (r % 2) * HIDDEN;  // w1 and w3 alternate
             for (uint i = 0; i < PACKS; i++) {
                 quants[r][i] = packed[row * (DIM / A_PACK) + k / A_PACK + i];
             }
@@ -51,7 +51,7 @@ SOURCE = """
             float part[VALUES];
             float total = 0;
             for (uint i = 0; i < PACKS; i++) {
-                float few = 0;  // sums of a few, and then of those: less is lost than in one long sum
+                float few = 0;  // summed in two levels, which loses less precision than one long sum
                 for (uint j = 0; j < A_PACK; j++) {
                     const float value = float(x[m * DIM + k + i * A_PACK + j]);
                     few += value;
@@ -87,19 +87,20 @@ SOURCE = """
 
 
 def reference(w13: PackedLinear, x: mx.array) -> mx.array:
-    """`(..., dim)` -> `silu(w1 x) * (w3 x)`, `(..., hidden_dim)` in the dtype of x (SwiGLU, arXiv 2002.05202)."""
+    """SwiGLU (arXiv 2002.05202): x `(..., dim)` -> `silu(w1 x) * (w3 x)`, `(..., hidden_dim)` in the dtype of x."""
     gate, up = w13(x)
     return gate * mx.sigmoid(gate) * up
 
 
 def takes(w13: PackedLinear, x: mx.array) -> bool:
-    """Both matrices in one, affine with 4 or 8 bits; up to 4 rows of x, in the type of the scales."""
+    """Whether the kernel takes these: w1 and w3 stacked in one matrix, affine with 4 or 8 bits; up to 4 rows of x, in
+    the dtype of the scales."""
     matrix = w13.parts[0]
     if len(w13.parts) > 1 or type(matrix) is not nn.QuantizedLinear:
         return False
     dim, hidden = x.shape[-1], matrix.weight.shape[0] // 2
     return (
-        x.size <= MOST_ROWS * dim
+        x.size <= MAX_ROWS * dim
         and x.dtype in TYPES
         and matrix.mode == "affine"
         and matrix.bits in BITS
@@ -113,11 +114,11 @@ def takes(w13: PackedLinear, x: mx.array) -> bool:
 
 
 def fused(w13: PackedLinear, x: mx.array) -> mx.array:
-    """As `reference`, in one kernel for the few rows of decoding; silu is computed in float32 and only the result
-    rounded. What the kernel does not take goes to the reference.
+    """As `reference`, in one kernel for decoding; runs the reference for inputs that the kernel does not take.
 
-    Grid: `hidden_dim / 4` threadgroups of 64 threads. Each byte of the weights, scales and biases is read once; x by
-    every threadgroup, from the cache; no threadgroup memory.
+    Silu is computed in float32 and only the result is rounded. Grid: `hidden_dim / 4` threadgroups of 64 threads. Each
+    byte of the weights, scales and biases is read once. Every threadgroup reads x, from the GPU's cache. Threadgroup
+    memory: none.
     """
     if not takes(w13, x):
         return reference(w13, x)
@@ -141,8 +142,8 @@ def _kernel(make: Any, dtype: mx.Dtype, dim: int, hidden: int, bits: int, group:
     tiles = {"A_PACK": a_pack, "PACKS": PACKS, "VALUES": PACKS * a_pack}
     threads = {"LANES": LANES, "SIMDGROUPS": SIMDGROUPS, "PAIRS": PAIRS}
     return make(
-        name=title("swiglu_qmv", dtype, *sizes.values()),
+        name=unique_name("swiglu_qmv", dtype, *sizes.values()),
         input_names=["x", "w", "scales", "biases"],
         output_names=["out"],
-        source=completed(SOURCE, dtype, **sizes, **tiles, **threads),
+        source=with_constants(SOURCE, dtype, **sizes, **tiles, **threads),
     )

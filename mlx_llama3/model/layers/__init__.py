@@ -1,6 +1,6 @@
-"""The parts of a block that are not the block: rotary embedding, attention, and matrix products.
+"""The operations inside a block: rotary embedding, attention, and matrix products.
 
-Some have a second form for MLX's CPU backend, which computes the same and uses all cores.
+Attention and the products have a second implementation for MLX's CPU backend, which uses all cores.
 """
 
 from mlx_llama3.model.layers.attention import scaled_dot_product_attention

@@ -1,7 +1,7 @@
 """Rotary position embeddings (RoPE, arXiv 2104.09864) with Llama 3.1's scaling, in the half-split layout of HF.
 
 The half-split layout pairs element i of a head with element i + head_dim/2; Meta's own files pair 2i with 2i + 1. The
-converter permutes the rows of wq and wk once, so that both rotate the same numbers.
+converter permutes the rows of wq and wk, so that both layouts rotate the same numbers.
 """
 
 import math
@@ -11,21 +11,22 @@ from mlx_llama3.model.config import ModelArgs, RopeScaling
 
 import mlx.core as mx
 
-# Where a pass begins: one position for all sequences, or `(B,)` int32, one for each.
+# The position of a pass's first token: one for all sequences, or `(B,)` int32, one for each sequence.
 StartPos = int | mx.array
 
 
 @dataclass(frozen=True)
 class RopeTables:
-    """By what angles the positions of one pass turn.
+    """The rotation angles of one pass, in the forms that the kernels and the CPU need.
 
-    offset: position of the first token, int32 `()`, or `(B,)` where each sequence has its own. An array, so that what
-        is compiled or recorded for one position serves all others.
-    inverse: radians a position, float32 `(head_dim / 2,)`. periods: the reciprocal, which `mx.fast.rope` takes.
-    table: cosine and sine of all the pass's angles, float32 `(S, head_dim / 2)` or `(B, 1, S, head_dim / 2)`; None
-        where a kernel makes them.
-    turn: of a single position on the CPU, the rotation as a matrix, float32 `(head_dim, head_dim)`: one operation
-        instead of nine.
+    offset: position of the first token, int32 `()`, or `(B,)` if each sequence has its own. It is an array, not a
+        constant, so that a kernel or graph compiled for one position serves all others.
+    inv_freq: angle per position of each pair, radians, float32 `(head_dim / 2,)`.
+    periods: the reciprocal of `inv_freq`, as `mx.fast.rope` takes it.
+    table: cosine and sine of all angles of the pass, float32 `(S, head_dim / 2)` or `(B, 1, S, head_dim / 2)` each;
+        None if a kernel computes them.
+    rotation_matrix: for a single position on the CPU, the rotation as a matrix, float32 `(head_dim, head_dim)`, which
+        takes one operation instead of nine; else None.
     """
 
     offset: mx.array
@@ -47,7 +48,7 @@ def inv_freq_of(args: ModelArgs) -> mx.array:
 
 def _scale(inv_freq: mx.array, scaling: RopeScaling) -> mx.array:
     wavelength = 2 * math.pi / inv_freq
-    # 0 for wavelengths that are stretched wholly, 1 for those that are kept, linear in the frequency between.
+    # 0 for wavelengths that are scaled in full, 1 for those that stay as they are, linear in the frequency between.
     smooth = (scaling.original_max_position / wavelength - scaling.low_freq_factor) / (
         scaling.high_freq_factor - scaling.low_freq_factor
     )
@@ -56,23 +57,22 @@ def _scale(inv_freq: mx.array, scaling: RopeScaling) -> mx.array:
 
 
 class Rope:
-    """The rotation of one forward pass: made once, applied to the queries and keys of every layer."""
+    """Makes the `RopeTables` of a pass, which the queries and keys of all layers share."""
 
     def __init__(self, args: ModelArgs) -> None:
         self._inv_freq = inv_freq_of(args)
-        # What mx.fast.rope takes: the reciprocal, positions per radian.
-        self.periods = 1.0 / self._inv_freq
+        self.periods = 1.0 / self._inv_freq  # positions per radian, as `mx.fast.rope` takes it
         mx.eval(self._inv_freq, self.periods)
 
     def frequencies(self, start_pos: StartPos, length: int, *, table: bool | None = None) -> RopeTables:
-        """What `rotate` needs for positions `start_pos ... start_pos + length - 1`.
+        """The tables for positions `start_pos ... start_pos + length - 1`, as `rotate` takes them.
 
-        On the GPU the periods, for fused kernels. The CPU backend takes `mx.fast.rope` apart into a dozen operations a
-        call, sines included; there it is a table, made once and shared by all layers.
+        Fused GPU kernels compute the sines themselves. MLX's CPU backend runs `mx.fast.rope` as a dozen operations a
+        call, sines included; there a table of them is made once and shared by all layers.
 
         Args:
             start_pos: one for all sequences, or `(B,)` int32, one for each.
-            table: make one or not; None: on the CPU.
+            table: whether to make a table; None: only on the CPU.
         """
         offset = start_pos if isinstance(start_pos, mx.array) else mx.array(start_pos)
         freqs = RopeTables(offset, self._inv_freq, self.periods)
@@ -91,17 +91,17 @@ class Rope:
         return mx.cos(angles), mx.sin(angles)
 
     def _rotation_matrix(self, cos: mx.array, sin: mx.array) -> mx.array:
-        """x @ turn rotates x by the angles whose cosine and sine are `(1, head_dim / 2)`."""
+        """The matrix R with `x @ R` = x rotated by the angles whose cosine and sine `(1, head_dim / 2)` are given."""
         half = self._inv_freq.size
-        straight, across = mx.eye(2 * half), mx.eye(2 * half, k=half) - mx.eye(2 * half, k=-half)
-        return mx.tile(cos, (1, 2)) * straight + mx.tile(sin, (1, 2)) * across
+        diagonal, across = mx.eye(2 * half), mx.eye(2 * half, k=half) - mx.eye(2 * half, k=-half)
+        return mx.tile(cos, (1, 2)) * diagonal + mx.tile(sin, (1, 2)) * across
 
 
 def rotate(x: mx.array, start_pos: StartPos, freqs: RopeTables) -> mx.array:
-    """Rotate queries or keys `(B, heads, S, head_dim)` to their positions; same shape and dtype."""
+    """Apply RoPE to queries or keys `(B, heads, S, head_dim)`; returns the same shape and dtype."""
     if freqs.table is None:
-        how = {"traditional": False, "base": None, "scale": 1.0, "offset": start_pos, "freqs": freqs.periods}
-        return mx.fast.rope(x, x.shape[-1], **how)
+        options = {"traditional": False, "base": None, "scale": 1.0, "offset": start_pos, "freqs": freqs.periods}
+        return mx.fast.rope(x, x.shape[-1], **options)
     if freqs.rotation_matrix is not None and x.dtype == mx.float32:
         return x @ freqs.rotation_matrix
     cos, sin = freqs.table

@@ -1,13 +1,13 @@
-"""Dense products on MLX's CPU backend, shared out to the cores.
+"""Dense matrix products for MLX's CPU backend: the matrix is stored in tiles and split over all cores.
 
-MLX runs each stream of its CPU backend on a thread of its own, so a product by parts of its columns, one part a stream,
-uses all cores. A BLAS could do the same with threads of its own, but those wait for each other spinning: as fast on an
-idle machine, ten times slower on a busy one.
+MLX runs each CPU stream on its own thread, so a product whose output columns are split over the streams uses all cores.
+A multithreaded BLAS would do the same, but its threads spin while they wait for each other: as fast on an idle machine,
+ten times slower on a busy one.
 
-A decoded token reads every weight once, so the memory sets its time. OpenBLAS reads a matrix at the memory's speed only
-where it does not copy it into panels first, in its small kernels (AVX-512), and there fastest as 64 columns that lie
-together. So a matrix is kept as tiles of 64 columns: twice as fast for one row of x as rows are, up to five times for a
-few. MLX's own reference BLAS gains from them too.
+A decoded token reads every weight once, so memory bandwidth sets its time. OpenBLAS reaches that bandwidth only in its
+small-matrix kernels (AVX-512), which do not copy the matrix into panels first, and those are fastest if 64 columns are
+adjacent in memory. So a matrix is stored in tiles of 64 columns. Compared with rows, this is twice as fast for one row
+of x, and up to five times for a few. MLX's own reference BLAS gains from tiles too.
 """
 
 import math
@@ -21,47 +21,51 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
-# More streams than this only wait for the memory.
+# More streams than this only wait for memory.
 _MOST_STREAMS = 8
-# Columns of a tile: four registers of 16 numbers.
+# Columns of a tile: four vector registers of 16 numbers.
 TILE = 64
-# Multiplications of a call up to which the small kernels serve. Rows of x from which calls of fewer than 4 do not pay.
-_SMALL_PRODUCT, _FEW_ROWS = 1_000_000, 64
-# MLX (0.32) finds the matrices of a batch by a number of 32 bits that counts the repeated ones too, and if it overflows
-# reads elsewhere.
+# Most multiplications of one product for which OpenBLAS uses its small-matrix kernels.
+_SMALL_PRODUCT = 1_000_000
+# With more rows of x than this, groups of fewer than 4 rows do not pay.
+_FEW_ROWS = 64
+# MLX 0.32 indexes batched matmuls with 32 bits, broadcast copies included; beyond that it reads out of bounds.
 _BATCH_INDICES = 1 << 31
-# Bytes of a matrix below which one row of x is multiplied sooner than another thread wakes up to help.
+# Bytes of a matrix below which one thread multiplies one row of x before another thread wakes up.
 _ONE_THREAD_BYTES = 2_500_000
-# exp(x) is 2 to the power of x times this. MLX's exp takes 12 ns a number on a CPU, its sigmoid 14, a power of two 5.
+# exp(x) = 2 ** (x * LOG2_E). On a CPU, MLX takes 12 ns a number for exp, 14 for sigmoid, and 5 for a power of two.
 LOG2_E = math.log2(math.e)
-# Bytes of a matrix that a stream unpacks at a time.
+# Bytes of a matrix that a stream dequantizes at a time.
 _BLOCK_BYTES = 1 << 22
 
-_own = threading.local()
+_local = threading.local()
 
 
 @cache
 def n_cpu_streams() -> int:
-    """Cores that this process may use, at most 8."""
+    """The number of CPU streams: one for each core that this process may use, at most 8."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(cores, _MOST_STREAMS)
 
 
 def cpu_streams() -> list[mx.Stream]:
-    """The calling thread's CPU streams, its default one first: MLX's streams belong to the thread that made them."""
-    if not hasattr(_own, "streams"):
-        _own.streams = [mx.default_stream(mx.cpu), *(mx.new_stream(mx.cpu) for _ in range(n_cpu_streams() - 1))]
-    return _own.streams
+    """The calling thread's CPU streams, its default one first. MLX's streams belong to the thread that made them."""
+    if not hasattr(_local, "streams"):
+        _local.streams = [
+            mx.default_stream(mx.cpu),
+            *(mx.new_stream(mx.cpu) for _ in range(n_cpu_streams() - 1)),
+        ]
+    return _local.streams
 
 
 def split_ranges(size: int) -> list[tuple[int, int]]:
-    """Begin and end of each stream's part of `size`."""
+    """Split `size` over the CPU streams: (begin, end) of each stream's range."""
     n = min(n_cpu_streams(), size)
     return list(pairwise(size * i // n for i in range(n + 1)))
 
 
 def tiled(weight: mx.array) -> mx.array:
-    """A matrix `(rows, in)` as tiles `(n, in, 64)`, each the transpose of 64 rows; the last is filled with zeros."""
+    """A matrix `(rows, in)` as tiles `(n, in, 64)`, each the transpose of 64 rows; the last is padded with zeros."""
     rows, width = weight.shape
     if rows % TILE:
         weight = mx.pad(weight, [(0, -rows % TILE), (0, 0)])
@@ -69,8 +73,10 @@ def tiled(weight: mx.array) -> mx.array:
 
 
 def tiled_matmul(x: mx.array, tiles: mx.array) -> mx.array:
-    """`(1, count, in)` with tiles `(n, in, 64)` -> `(n, count, 64)`, which `untiled` puts in order. Both on the current
-    stream: what another one did with the product would make this one wait."""
+    """`(1, count, in)` times tiles `(n, in, 64)` -> `(n, count, 64)`, which `untiled` puts in order.
+
+    Call both on the same stream: a second stream that used the product would make this one wait.
+    """
     count = x.shape[1]
     if count == 1:
         return x @ tiles
@@ -96,8 +102,10 @@ def untiled(y: mx.array) -> mx.array:
 
 @cache
 def _row_groups(count: int, width: int) -> tuple[int, int]:
-    """Into how many groups of how many rows to cut those of x, for the small kernels; one group if they are many and
-    only few would go together. The last group may be short."""
+    """(groups, rows per group) for `count` rows of x, small enough for OpenBLAS's no-copy kernels.
+
+    It is (1, count) if splitting does not pay: many rows in groups of fewer than 4. The last group may be short.
+    """
     most = max(1, _SMALL_PRODUCT // (TILE * width))
     if count <= most or (count > _FEW_ROWS and most < 4):
         return 1, count
@@ -107,66 +115,68 @@ def _row_groups(count: int, width: int) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class TileParts:
-    """A matrix's tiles shared out, each stream's a view `of` them; `alone`: one row is multiplied sooner without
-    sharing."""
+class _SplitTiles:
+    """A matrix's tiles, split over the CPU streams.
 
-    of: mx.array
+    parts: one view of `tiles` for each stream. one_thread: one row of x is multiplied faster without splitting.
+    """
+
+    tiles: mx.array
     parts: tuple[mx.array, ...]
-    alone: bool
+    one_thread: bool
 
     @classmethod
-    def of_tiles(cls, tiles: mx.array) -> "TileParts":
+    def split(cls, tiles: mx.array) -> "_SplitTiles":
         parts = tuple(tiles[a:b] for a, b in split_ranges(tiles.shape[0]))
-        mx.eval(parts)  # what is not evaluated could be used in this thread only
+        mx.eval(parts)  # a lazy array belongs to this thread's stream; an evaluated one can be used in any thread
         return cls(tiles, parts, tiles.nbytes < _ONE_THREAD_BYTES)
 
 
 class TiledLinear(nn.Module):
-    """As `nn.Linear` without bias, its `weight` `(out, in)` kept as tiles."""
+    """`nn.Linear` without bias, whose `weight` `(out, in)` is stored as tiles."""
 
     def __init__(self, weight: mx.array) -> None:
         super().__init__()
         self.weight = weight
 
     @classmethod
-    def of_tiles(cls, tiles: mx.array, rows: int) -> "TiledLinear":
-        """Of `(tiles, in, 64)`, without making the matrix; `rows` of it are in use."""
+    def from_tiles(cls, tiles: mx.array, rows: int) -> "TiledLinear":
+        """A layer from tiles `(n, in, 64)` of a matrix with `rows` rows, which is not built."""
         module = cls.__new__(cls)
         nn.Module.__init__(module)
-        module._take(tiles, rows)
+        module._set_tiles(tiles, rows)
         return module
 
     def __setattr__(self, name: str, value: object) -> None:
         if name == "weight":
-            self._take(tiled(value), value.shape[0])
+            self._set_tiles(tiled(value), value.shape[0])
         else:
             super().__setattr__(name, value)
 
-    def _take(self, tiles: mx.array, rows: int) -> None:
+    def _set_tiles(self, tiles: mx.array, rows: int) -> None:
         self.tiles, self._rows = tiles, rows
-        self._shares: TileParts | None = None
+        self._split: _SplitTiles | None = None
 
     @property
     def weight(self) -> mx.array:
-        """The matrix, put together anew when it is read: not for products."""
+        """The matrix `(out, in)`, rebuilt from the tiles on every read: not for products."""
         return self.tiles.swapaxes(1, 2).reshape(-1, self.tiles.shape[1])[: self._rows]
 
     def row(self, index: int) -> mx.array:
-        """`(in,)`, without making the matrix."""
+        """One row `(in,)`, read from its tile."""
         return self.tiles[index // TILE, :, index % TILE]
 
     def __call__(self, x: mx.array) -> mx.array:
         """`(..., in)` -> `(..., out)`."""
         shape = x.shape
         x = x.reshape(1, -1, shape[-1])
-        if self._shares is None or self._shares.of is not self["tiles"]:  # as `nn.Module.update` replaces them
-            self._shares = TileParts.of_tiles(self["tiles"])
-        if self._shares.alone and x.shape[1] == 1:
+        if self._split is None or self._split.tiles is not self["tiles"]:  # `nn.Module.update` replaces the tiles
+            self._split = _SplitTiles.split(self["tiles"])
+        if self._split.one_thread and x.shape[1] == 1:
             y = untiled(tiled_matmul(x, self["tiles"]))
         else:
             products = []
-            for part, stream in zip(self._shares.parts, cpu_streams(), strict=False):
+            for part, stream in zip(self._split.parts, cpu_streams(), strict=False):
                 with mx.stream(stream):
                     products.append(untiled(tiled_matmul(x, part)))
             y = mx.concatenate(products, axis=-1)
@@ -176,20 +186,22 @@ class TiledLinear(nn.Module):
 
 
 class TiledEmbedding(TiledLinear):
-    """As `nn.Embedding`, `weight` `(vocab_size, dim)`; the product is that of a tied head."""
+    """`nn.Embedding`, whose `weight` `(vocab_size, dim)` is stored as tiles."""
 
     def __call__(self, tokens: mx.array) -> mx.array:
+        """Token ids `(...)` -> `(..., dim)`."""
         return self.tiles.swapaxes(1, 2)[tokens // TILE, tokens % TILE]
 
     def as_linear(self, x: mx.array) -> mx.array:
-        """`(..., dim)` -> `(..., vocab_size)`."""
+        """The product of a tied head: `(..., dim)` -> `(..., vocab_size)`."""
         return super().__call__(x)
 
 
-def expand(model: nn.Module, dtype: mx.Dtype) -> None:
-    """Put such layers in the place of all of `model`'s, quantized ones unpacked to `dtype`.
+def use_tiled_layers(model: nn.Module, dtype: mx.Dtype) -> None:
+    """Replace all linear layers and embeddings of `model` by tiled ones; quantized ones are dequantized to `dtype`.
 
-    After packing, so that large matrices are written once. One by one: each one's first form is freed for the next.
+    Call it after `PackedLinear` has stacked the matrices, so that large ones are written once. Layers are replaced one
+    by one, so that each one's first form is freed before the next.
     """
     leaves = tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module)
     while leaves:
@@ -197,14 +209,16 @@ def expand(model: nn.Module, dtype: mx.Dtype) -> None:
         quantized = isinstance(module, nn.QuantizedLinear | nn.QuantizedEmbedding)
         if quantized or isinstance(module, nn.Linear | nn.Embedding):
             make = TiledEmbedding if isinstance(module, nn.Embedding | nn.QuantizedEmbedding) else TiledLinear
-            tiles = _unpacked(module, dtype) if quantized else tiled(module.weight)
+            tiles = _dequantized_tiles(module, dtype) if quantized else tiled(module.weight)
             mx.eval(tiles)
-            model.update_modules(tree_unflatten([(name, make.of_tiles(tiles, module.weight.shape[0]))]))
+            model.update_modules(tree_unflatten([(name, make.from_tiles(tiles, module.weight.shape[0]))]))
 
 
-def _unpacked(module: nn.QuantizedLinear | nn.QuantizedEmbedding, dtype: mx.Dtype) -> mx.array:
-    """The matrix as tiles, by blocks of rows, which the streams take in turns: the steps between are three arrays of
-    the result's size, and by small blocks they stay in the processor's cache."""
+def _dequantized_tiles(module: nn.QuantizedLinear | nn.QuantizedEmbedding, dtype: mx.Dtype) -> mx.array:
+    """The dequantized matrix as tiles `(n, in, 64)`, made in small blocks of rows that are spread over the CPU streams.
+
+    The intermediate steps are three arrays of the result's size; those of a small block stay in the CPU's cache.
+    """
     settings = {"group_size": module.group_size, "bits": module.bits, "mode": module.mode, "dtype": dtype}
     packed = [part for part in (module.weight, module.scales, module.biases) if part is not None]
     rows, width = packed[0].shape[0], packed[0].shape[1] * 32 // module.bits

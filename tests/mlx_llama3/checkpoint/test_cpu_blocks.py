@@ -19,7 +19,7 @@ ARGS = tiny_args(hidden_dim=320)  # 5 tiles, which only 1 of the tested numbers 
 @pytest.fixture(params=[1, 2, 3, 8])
 def cores(request, monkeypatch):
     monkeypatch.setattr(cpu, "n_cpu_streams", lambda: request.param)
-    monkeypatch.setattr(cpu, "_thread_local", threading.local())
+    monkeypatch.setattr(cpu, "_local", threading.local())
     return request.param
 
 

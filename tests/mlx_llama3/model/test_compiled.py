@@ -1,4 +1,4 @@
-"""Recorded blocks against the blocks themselves: the same logits, norms and caches, and no recording of a tap."""
+"""Compiled blocks give the logits and norms of the blocks themselves, and blocks with a tap are not compiled."""
 
 import shutil
 from functools import partial
@@ -11,7 +11,7 @@ from mlx_llama3.model.compiled import CompiledBlock
 from mlx_llama3.model.hooks.edits import Scale, edited
 from mlx_llama3.model.hooks.norms import NormCapture
 from mlx_llama3.model.hooks.taps import tapped
-from mlx_llama3.model.layers import tiled_linear as cpu
+from mlx_llama3.model.layers import tiled_linear
 
 import mlx.core as mx
 
@@ -22,17 +22,17 @@ IDS = [3, 14, 159, 26, 5]
 
 @pytest.fixture
 def model(tmp_path, monkeypatch):
-    """With MLX's own layers and its fused rotation, as on a GPU."""
-    monkeypatch.setattr(cpu, "expand", lambda model, dtype: None)
+    """A model with MLX's own layers and its fused RoPE, as on a GPU."""
+    monkeypatch.setattr(tiled_linear, "use_tiled_layers", lambda model, dtype: None)
     model = tiny_model(tmp_path)
     model.rope.frequencies = partial(model.rope.frequencies, table=False)
     return model
 
 
-def decoded(model, runner=None):
-    """Logits of each position, fed one at a time."""
-    runner, cache = runner or model, model.make_cache()
-    return np.stack([np.array(runner(mx.array([[token]]), i, cache)[0, -1]) for i, token in enumerate(IDS)])
+def decoded(model, run=None):
+    """The logits of each position, fed one at a time to `run` (default: the model)."""
+    run, cache = run or model, model.make_cache()
+    return np.stack([np.array(run(mx.array([[token]]), i, cache)[0, -1]) for i, token in enumerate(IDS)])
 
 
 def test_same_logits_and_norms(model):
@@ -47,20 +47,20 @@ def test_same_logits_and_norms(model):
     np.testing.assert_allclose(capture.read(capture.take()), norms, rtol=1e-5)
 
 
-def test_taps_and_edits_are_run_not_recorded(model):
+def test_blocks_with_taps_and_edits_are_not_compiled(model):
     expected = decoded(edited(model, [Scale(1, "mlp", 0.5)]))
-    model.compiles, seen = True, []
+    model.compiles, calls = True, []
     np.testing.assert_allclose(decoded(edited(model, [Scale(1, "mlp", 0.5)])), expected, atol=1e-5)
 
-    def keep(layer, name, value):
-        seen.append((layer, name))
+    def hook(layer, name, value):
+        calls.append((layer, name))
         return value
 
-    decoded(tapped(model, keep, names=("attn_out", "resid_mid")))
-    assert len(seen) == 2 * len(model.layers) * len(IDS)
+    decoded(tapped(model, hook, names=("attn_out", "resid_mid")))
+    assert len(calls) == 2 * len(model.layers) * len(IDS)
 
 
-def test_use_forgets_recordings(model):
+def test_use_drops_compiled_blocks(model):
     model.compiles = True
     decoded(model)
     model.layers[0].feed_forward.w2.weight *= 0

@@ -1,4 +1,4 @@
-"""The whole way against Meta's own code: official folders converted, then run; and the demo model against its records.
+"""Conversion and inference against stored values of Meta's own code, for official folders and for the demo model.
 
 `tests/data/README.md` says how the values were made (float32, CPU).
 """
@@ -20,7 +20,7 @@ TOLERANCE = 2e-4
 
 
 class Recorder:
-    """Stands in for a module of the model and keeps what it returned."""
+    """Replaces a module of the model and stores its outputs."""
 
     def __init__(self, module):
         self.module, self.outputs = module, []
@@ -31,20 +31,20 @@ class Recorder:
 
 
 def record(model) -> dict[str, Recorder]:
-    """Recorders under the names of `expected.safetensors`: the embedding, each block and each of its branches."""
-    model.tok_embeddings = recorders = Recorder(model.tok_embeddings)
-    found = {"act.tok_embeddings": recorders}
+    """Recorders of the embedding, each block and each branch, by their names in `expected.safetensors`."""
+    model.tok_embeddings = Recorder(model.tok_embeddings)
+    recorders = {"act.tok_embeddings": model.tok_embeddings}
     for i, block in enumerate(model.layers):
         for branch in ("attention", "feed_forward"):
-            found[f"act.layers.{i}.{branch}"] = recorder = Recorder(getattr(block, branch))
+            recorders[f"act.layers.{i}.{branch}"] = recorder = Recorder(getattr(block, branch))
             setattr(block, branch, recorder)
-        found[f"act.layers.{i}"] = model.layers[i] = Recorder(block)
-    return found
+        recorders[f"act.layers.{i}"] = model.layers[i] = Recorder(block)
+    return recorders
 
 
 @pytest.fixture(scope="module", params=OFFICIAL)
 def golden(request, tmp_path_factory):
-    """(model converted from an official folder by the command line, Meta's values for it)"""
+    """(folder of the model converted by the command line, Meta's values for it)"""
     source, target = DATA / request.param, tmp_path_factory.mktemp("golden") / request.param
     assert main(["convert", str(source), str(target), "--dtype", "float32"]) == 0
     return target, mx.load(str(source / "expected.safetensors"))

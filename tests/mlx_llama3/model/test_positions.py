@@ -1,7 +1,7 @@
 """Positions up to 131,071: RoPE tables and logits against transformers, and against float64.
 
-`tests/data/README.md` says how the values were made. Angles are float32 in all of them, as in Meta's code: at position
-p they are off by up to p * 2**-23 radians, some 0.012 at 100,000, and so are the tolerances.
+`tests/data/README.md` says how the values were made. All have float32 angles, as Meta's code: at position p these are
+off by up to p * 2**-23 radians, some 0.012 at 100,000. The tolerances allow for it.
 """
 
 from pathlib import Path
@@ -30,7 +30,7 @@ def golden() -> dict[str, mx.array]:
 
 
 def angle_error(position: np.ndarray | int) -> np.ndarray:
-    """What float32 may lose: half a unit in the last place of the frequency, and of its product with the position."""
+    """The error of a float32 angle: half a unit in the last place of the frequency, and of its product with p."""
     return 1e-6 + np.asarray(position) * 2.0**-23
 
 
@@ -49,28 +49,28 @@ def test_tables_of_transformers(golden, head_dim, scaling):
 @pytest.mark.parametrize("scaling", SCALINGS)
 @pytest.mark.parametrize("table", [True, False], ids=["table", "mx.fast.rope"])
 def test_rotations_at_far_positions(scaling, table):
-    """The table of the CPU, and the periods that the GPU's `mx.fast.rope` takes (here its fallback), in float64."""
+    """The CPU's table, and `mx.fast.rope` with periods as on the GPU (here its fallback), against float64."""
     args = tiny_args(head_dim=64, rope_theta=500000.0, rope_scaling=SCALINGS[scaling])
     rope, x = Rope(args), np.random.default_rng(0).standard_normal((1, 2, 3, 64)).astype(np.float32)
-    inverse = inverse_in_float64(64, SCALINGS[scaling])
+    inv_freq = inv_freq64(64, SCALINGS[scaling])
     for start in (8191, 32768, 99_998, 131_069):
-        angles = np.arange(start, start + 3)[:, None] * inverse
-        turned = (x[..., :32] + 1j * x[..., 32:]) * np.exp(1j * angles)
+        angles = np.arange(start, start + 3)[:, None] * inv_freq
+        rotated = (x[..., :32] + 1j * x[..., 32:]) * np.exp(1j * angles)
         ours = np.array(rotate(mx.array(x), start, rope.frequencies(start, 3, table=table)))
-        expected = np.concatenate([turned.real, turned.imag], -1)
-        assert np.abs(ours - expected).max() <= angle_error(start + 2) * np.abs(turned).max()
+        expected = np.concatenate([rotated.real, rotated.imag], -1)
+        assert np.abs(ours - expected).max() <= angle_error(start + 2) * np.abs(rotated).max()
 
 
-def inverse_in_float64(head_dim: int, scaling: RopeScaling | None) -> np.ndarray:
-    inverse = 1.0 / 500000.0 ** (np.arange(0, head_dim, 2) / head_dim)
+def inv_freq64(head_dim: int, scaling: RopeScaling | None) -> np.ndarray:
+    inv_freq = 1.0 / 500000.0 ** (np.arange(0, head_dim, 2) / head_dim)
     if scaling is None:
-        return inverse
-    smooth = np.clip((8192 * inverse / (2 * np.pi) - 1) / (4 - 1), 0, 1)
-    return (1 - smooth) * inverse / scaling.factor + smooth * inverse
+        return inv_freq
+    smooth = np.clip((8192 * inv_freq / (2 * np.pi) - 1) / (4 - 1), 0, 1)
+    return (1 - smooth) * inv_freq / scaling.factor + smooth * inv_freq
 
 
 def run(model: Transformer, tokens: mx.array, start: int, cache: list[KVCache]) -> mx.array:
-    """A pass whose positions need not follow those in the cache."""
+    """A forward pass whose positions may start anywhere after those in the cache."""
     x, freqs = model.tok_embeddings(tokens), model.rope.frequencies(start, tokens.shape[1])
     for block, entry in zip(model.layers, cache, strict=True):
         x = block(x, start, freqs, "causal", entry)
@@ -79,7 +79,7 @@ def run(model: Transformer, tokens: mx.array, start: int, cache: list[KVCache]) 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_across_a_gap(golden, name):
-    """40 tokens at the start, 24 that end at 100,000: attention reaches over every distance between."""
+    """40 tokens at position 0, and 24 that end at position 100,000 and attend to them."""
     model = load_model(DATA / name)
     tokens = mx.load(str(DATA / f"{name}.expected.safetensors"))["tokens"]
     cache = model.make_cache()
@@ -87,13 +87,13 @@ def test_logits_across_a_gap(golden, name):
     logits = run(model, tokens[:, 40:64], LAST - 24, cache)
     assert mx.abs(logits - golden[f"{name}.jump"]).max().item() < 5e-3
     near = model(tokens[:, :64])[:, 40:]
-    assert mx.abs(near - golden[f"{name}.jump"]).max().item() > 1  # what a dropped position would give
+    assert mx.abs(near - golden[f"{name}.jump"]).max().item() > 1  # the logits if the start position were ignored
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_after_a_cache_of_100_000_positions(golden, name):
-    """Random keys, large enough that few of them win, rotated to 0 ... 99,999; then 8 tokens. A frequency that is off
-    by one part in 10,000 changes these logits by 4."""
+    """8 tokens after random keys at positions 0 ... 99,999, large enough that few of them get most of the attention. A
+    frequency that is off by one part in 10,000 changes these logits by 4."""
     model = load_model(DATA / name)
     tokens = mx.load(str(DATA / f"{name}.expected.safetensors"))["tokens"]
     cache = model.make_cache()
@@ -103,7 +103,7 @@ def test_logits_after_a_cache_of_100_000_positions(golden, name):
 
 
 def fill(model: Transformer, cache: list[KVCache]) -> None:
-    """The keys and values for which the values were recorded; a legacy generator, whose stream never changes."""
+    """Fill the cache as for the stored logits. NumPy never changes the stream of `RandomState`."""
     args = model.args
     shape = (args.n_layers, 2, 1, args.n_kv_heads, LAST, args.head_dim)
     random = mx.array(np.random.RandomState(0).standard_normal(shape).astype(np.float32))

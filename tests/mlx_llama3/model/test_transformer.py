@@ -1,4 +1,4 @@
-"""The Transformer against a float64 NumPy re-reading of Meta's code, and its own invariants."""
+"""The Transformer against a float64 NumPy version of Meta's code, and its invariants."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ TOKENS = mx.array([[3, 14, 159, 26, 5, 35, 89, 79], [7, 0, 319, 1, 1, 2, 6, 8]])
 
 
 def reference_logits(weights: dict[str, np.ndarray], args: ModelArgs, tokens: np.ndarray) -> np.ndarray:
-    """Full causal pass in float64, head by head, nothing packed, repeated K/V written out."""
+    """The logits of a full causal pass in float64, head by head, with separate matrices."""
     w = {name: np.array(value, dtype=np.float64) for name, value in weights.items()}
     length = tokens.shape[1]
     angles = np.arange(length)[:, None] * np.array(inv_freq_of(args), dtype=np.float64)
@@ -22,7 +22,7 @@ def reference_logits(weights: dict[str, np.ndarray], args: ModelArgs, tokens: np
     def norm(x, gain):
         return x / np.sqrt((x**2).mean(-1, keepdims=True) + args.norm_eps) * gain
 
-    def rotation_matrix(x):  # (B, S, head_dim)
+    def rotate(x):  # (B, S, head_dim)
         a, b = x[..., :half], x[..., half:]
         return np.concatenate([a * np.cos(angles) - b * np.sin(angles), a * np.sin(angles) + b * np.cos(angles)], -1)
 
@@ -34,8 +34,8 @@ def reference_logits(weights: dict[str, np.ndarray], args: ModelArgs, tokens: np
         for head in range(args.n_heads):
             kv = head // (args.n_heads // args.n_kv_heads)
             rows, kv_rows = (slice(h * args.head_dim, (h + 1) * args.head_dim) for h in (head, kv))
-            q = rotation_matrix(n @ w[p + "self_attn.q_proj.weight"][rows].T)
-            k = rotation_matrix(n @ w[p + "self_attn.k_proj.weight"][kv_rows].T)
+            q = rotate(n @ w[p + "self_attn.q_proj.weight"][rows].T)
+            k = rotate(n @ w[p + "self_attn.k_proj.weight"][kv_rows].T)
             scores = q @ k.swapaxes(-1, -2) / np.sqrt(args.head_dim)
             scores = np.where(np.tril(np.ones((length, length))) > 0, scores, -np.inf)
             scores = np.exp(scores - scores.max(-1, keepdims=True))
@@ -70,17 +70,17 @@ def test_logits_against_float64(tmp_path, changes):
     np.testing.assert_allclose(logits, expected, atol=2e-5)
 
 
-@pytest.mark.parametrize("cuts", [[8], [1] * 8, [5, 1, 2], [3, 5]])
-def test_incremental_equals_full_pass(tmp_path, cuts):
+@pytest.mark.parametrize("chunks", [[8], [1] * 8, [5, 1, 2], [3, 5]])
+def test_incremental_equals_full_pass(tmp_path, chunks):
     model = tiny_model(tmp_path)
     full, cache, start, parts = model(TOKENS), model.make_cache(), 0, []
-    for cut in cuts:
-        parts.append(model(TOKENS[:, start : start + cut], start, cache))
-        start += cut
+    for length in chunks:
+        parts.append(model(TOKENS[:, start : start + length], start, cache))
+        start += length
     assert mx.abs(mx.concatenate(parts, axis=1) - full).max().item() < 1e-5
 
 
-def test_trimmed_cache_goes_on_as_if_the_rest_had_not_been(tmp_path):
+def test_a_trimmed_cache_can_be_extended(tmp_path):
     model = tiny_model(tmp_path)
     cache = model.make_cache()
     model(TOKENS, 0, cache)
@@ -90,7 +90,7 @@ def test_trimmed_cache_goes_on_as_if_the_rest_had_not_been(tmp_path):
     assert mx.abs(again - model(TOKENS)[:, 5:]).max().item() < 1e-5
 
 
-def test_start_pos_is_never_dropped(tmp_path):
+def test_start_pos_must_match_the_cache(tmp_path):
     model = tiny_model(tmp_path)
     cache = model.make_cache()
     model(TOKENS, 0, cache)

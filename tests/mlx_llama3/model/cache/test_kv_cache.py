@@ -1,4 +1,4 @@
-"""The cache: what goes in comes out, in place, in steps; and `start_pos` is checked against it."""
+"""The plain KV cache: appending, growth in steps, trimming, prefixes; and the check of `start_pos`."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ import mlx.core as mx
 
 
 def block(start: int, length: int) -> mx.array:
-    """Keys and values `(2, 1, 2, length, 4)` that tell their position."""
+    """Keys and values `(2, 1, 2, length, 4)`: a key is its position, a value its position + 0.5."""
     positions = mx.arange(start, start + length, dtype=mx.float32)[None, None, :, None]
     keys = mx.broadcast_to(positions, (1, 2, length, 4))
     return mx.stack([keys, keys + 0.5])
@@ -48,23 +48,23 @@ def test_trim_then_overwrite():
             cache.trim(count)
 
 
-def test_a_prefix_goes_its_own_way():
+def test_a_prefix_and_its_origin_are_independent():
     cache = KVCache()
     cache.update_and_fetch(block(0, 10))
-    twin = cache.prefix(5)
-    keys, _ = twin.update_and_fetch(block(100, 2))
+    prefix = cache.prefix(5)
+    keys, _ = prefix.update_and_fetch(block(100, 2))
     assert keys[0, 0, :, 0].tolist() == [0, 1, 2, 3, 4, 100, 101]
     keys, _ = cache.fetch()
     assert keys[0, 0, :, 0].tolist() == list(range(10))
 
 
-def test_what_is_restored_goes_on_alike():
-    cache, again = KVCache(), KVCache()
+def test_a_restored_cache_can_be_extended():
+    cache, restored = KVCache(), KVCache()
     cache.update_and_fetch(block(0, 300))
     cache.trim(20)
-    again.restore(cache.tensors(), cache.offset)
-    keys, values = again.update_and_fetch(block(280, 3))
-    assert again.offset == 283
+    restored.restore(cache.tensors(), cache.offset)
+    keys, values = restored.update_and_fetch(block(280, 3))
+    assert restored.offset == 283
     assert keys[0, 0, :, 0].tolist() == list(range(283))
     assert (values - keys == 0.5).all().item()
 

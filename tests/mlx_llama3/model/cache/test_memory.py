@@ -1,4 +1,4 @@
-"""The memory of a context, as the caches really take it."""
+"""The computed memory of a context against what the caches really take."""
 
 import pytest
 from tiny_models import tiny_args
@@ -28,7 +28,7 @@ def test_a_token_of_llama_8b_takes_128_kib() -> None:
 
 @pytest.mark.parametrize(("kv_bits", "words"), [(4, 32 + 16 + 2 + 4), (8, 32 + 32 + 2 + 2)])
 def test_fewer_bits_take_less(kv_bits, words) -> None:
-    # Of a head of 128: words of keys and of values, and one for each group of 64, or of 32 numbers in 4 bits.
+    # With head_dim 128: words of a key and of a value, and one word for each group (64 numbers; 32 for 4-bit values).
     assert bytes_a_token(LLAMA_8B, mx.bfloat16, CacheSettings(kv_bits=kv_bits)) == 32 * 8 * 4 * words
 
 
@@ -37,8 +37,8 @@ def test_fewer_bits_take_less(kv_bits, words) -> None:
 def test_it_is_what_the_caches_hold(model, settings, positions) -> None:
     cache = model.make_cache(settings)
     mx.eval(model(mx.ones((1, positions), mx.int32), 0, cache))
-    held = sum(array.nbytes for layer in cache for array in layer.state)
-    assert context_bytes(model.args, mx.float32, positions, settings) == held
+    nbytes = sum(array.nbytes for layer in cache for array in layer.state)
+    assert context_bytes(model.args, mx.float32, positions, settings) == nbytes
 
 
 def test_counting_computes_nothing() -> None:

@@ -1,4 +1,4 @@
-"""The quantized cache: what is kept how, against float64; and that everything which takes a cache takes this one."""
+"""The quantized KV cache: its stored values and its attention against float64; and all features that take a cache."""
 
 from pathlib import Path
 
@@ -35,7 +35,7 @@ def random_q(length: int, *, seed: int = 9, n_heads: int = 4, head_dim: int = 64
 
 
 def filled(kv: mx.array, chunks: list[int], *, bits: int = 4) -> tuple[QuantizedKVCache, np.ndarray]:
-    """A cache that was fed `kv` in chunks, and what attention gave for them, with the same queries every time."""
+    """A cache that was fed `kv` in chunks, and the outputs of attention for them; the queries are always the same."""
     cache, start, outputs = QuantizedKVCache(PackedLayout(kv.shape[-1], bits)), 0, []
     q = random_q(kv.shape[3], n_heads=2 * kv.shape[2], head_dim=kv.shape[4], batch=kv.shape[1])
     for length in chunks:
@@ -49,7 +49,7 @@ def filled(kv: mx.array, chunks: list[int], *, bits: int = 4) -> tuple[Quantized
 def attention64(q: mx.array, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
     """Float64 attention of the last queries `(B, H, S, D)` over `(B, n_kv_heads, T, D)`, causal, scale 0.125."""
     q, group = np.array(q, np.float64), q.shape[1] // keys.shape[1]
-    keys, values = (np.repeat(each.astype(np.float64), group, axis=1) for each in (keys, values))
+    keys, values = (np.repeat(part.astype(np.float64), group, axis=1) for part in (keys, values))
     S, T = q.shape[2], keys.shape[2]
     scores = 0.125 * q @ keys.swapaxes(-1, -2)
     scores[..., np.arange(T) > np.arange(T - S, T)[:, None]] = -np.inf
@@ -63,7 +63,7 @@ def arrays(cache: KVCache) -> tuple[np.ndarray, np.ndarray]:
 
 
 def step_of(x: np.ndarray, group: int, bits: int) -> np.ndarray:
-    """The distance of two neighbouring numbers of each group, at each number."""
+    """The quantization step of each number's group, in the shape of x."""
     groups = x.reshape(*x.shape[:-1], -1, group)
     return np.repeat((groups.max(-1) - groups.min(-1)) / (2**bits - 1), group, axis=-1)
 
@@ -73,16 +73,16 @@ CHUNKS = [[400], [1] * 400, [130, 1, 1, 5, 63, 200], [20, 20] + [8] * 45]
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("chunks", CHUNKS, ids=["at once", "one by one", "mixed", "drafts"])
-def test_keeps_ends_as_they_are_and_the_rest_within_half_a_step(bits, chunks):
+def test_both_ends_are_exact_and_the_rest_is_within_half_a_step(bits, chunks):
     kv = random_kv(400)
     cache, _ = filled(kv, chunks, bits=bits)
     assert cache.offset == 400
-    for found, given, key in zip(arrays(cache), np.array(kv), (True, False), strict=True):
-        error = np.abs(found - given)
+    for stored, given, is_key in zip(arrays(cache), np.array(kv), (True, False), strict=True):
+        error = np.abs(stored - given)
         newest = 400 - NEWEST
         assert error[:, :, :FIRST].max() == 0 and error[:, :, newest:].max() == 0
-        group, its_bits = (64, 8) if key else (8 * bits, bits)
-        # Scale and bias are rounded to float16: 2**-11 of the bias, and of the range.
+        group, its_bits = (64, 8) if is_key else (8 * bits, bits)
+        # Scale and bias are rounded to float16, an error of 2**-11 of the bias and of the range.
         allowed = 0.5 * step_of(given, group, its_bits) + 2**-11 * 2 * np.abs(given).max()
         assert (error <= allowed).all()
         packed = error[:, :, FIRST : newest - BLOCK]  # positions that must be packed by now
@@ -91,37 +91,37 @@ def test_keeps_ends_as_they_are_and_the_rest_within_half_a_step(bits, chunks):
 
 @pytest.mark.parametrize("chunks", CHUNKS, ids=["at once", "one by one", "mixed", "drafts"])
 @pytest.mark.parametrize(("batch", "head_dim", "bits"), [(1, 64, 4), (2, 128, 8)])
-def test_attends_to_what_it_keeps(chunks, batch, head_dim, bits):
-    """Each chunk sees itself as it is and the past as `fetch` gives it, to 5e-6 of float64."""
+def test_attends_to_the_stored_values(chunks, batch, head_dim, bits):
+    """Each chunk attends to itself unquantized and to the past as `fetch` returns it; within 5e-6 of float64."""
     kv = random_kv(400, batch=batch, head_dim=head_dim)
     cache, start = QuantizedKVCache(PackedLayout(head_dim, bits)), 0
     for number, length in enumerate(chunks):
         q, new = random_q(length, batch=batch, head_dim=head_dim, seed=number), kv[:, :, :, start : start + length]
         past = arrays(cache) if start else [np.zeros((batch, 2, 0, head_dim))] * 2
-        found = np.array(cache.attend(q, new, 0.125, "causal" if length > 1 else None))
-        held = [np.concatenate(pair, axis=2) for pair in zip(past, np.array(new), strict=True)]
+        out = np.array(cache.attend(q, new, 0.125, "causal" if length > 1 else None))
+        keys, values = [np.concatenate(pair, axis=2) for pair in zip(past, np.array(new), strict=True)]
         if number % 7 == 0 or length > 1:
-            np.testing.assert_allclose(found, attention64(q, *held), atol=5e-6)
+            np.testing.assert_allclose(out, attention64(q, keys, values), atol=5e-6)
         start += length
 
 
 def test_quantizes_no_worse_than_mlx():
-    """Root mean square error against `mx.quantize` with the same groups and bits, on float32 and bfloat16 input."""
+    """Mean squared error against `mx.quantize` with the same groups and bits, for float32 and bfloat16 input."""
     for dtype in (mx.float32, mx.bfloat16):
         kv = random_kv(256).astype(dtype)
         cache, _ = filled(kv.astype(mx.float32), [256])
-        for found, given, (group, bits) in zip(arrays(cache), kv, ((64, 8), (32, 4)), strict=True):
+        for stored, given, (group, bits) in zip(arrays(cache), kv, ((64, 8), (32, 4)), strict=True):
             parts = mx.quantize(given, group_size=group, bits=bits)
             of_mlx = np.array(mx.dequantize(*parts, group_size=group, bits=bits).astype(mx.float32))
             given = np.array(given.astype(mx.float32))
             middle = slice(FIRST, FIRST + BLOCK)
-            ours, theirs = (np.square(each - given)[:, :, middle].mean() for each in (found, of_mlx))
+            ours, theirs = (np.square(x - given)[:, :, middle].mean() for x in (stored, of_mlx))
             assert ours < theirs
 
 
 @pytest.mark.parametrize("value", [0.0, 3.25, 1e-7, -7e4 + 0.5], ids=str)
 def test_groups_without_a_range(value):
-    """All numbers of a group alike: no division by 0; beyond float16 is infinite, as the NaN check then tells."""
+    """Equal numbers in a group cause no division by 0. Beyond float16 they become infinite, for the NaN check."""
     cache, _ = filled(mx.full((2, 1, 2, 300, 64), value), [300])
     keys, values = arrays(cache)
     if abs(value) < 65504:
@@ -141,30 +141,31 @@ def test_grows_in_steps():
 
 
 @pytest.mark.parametrize("left", [399, 380, 330, 200, FIRST + 1, FIRST, 10, 0])
-def test_trims_into_every_part_and_goes_on(left):
+def test_trims_into_every_part_and_can_be_extended(left):
     kv, more = random_kv(400), random_kv(150, seed=5)
     cache, _ = filled(kv, [100, 300])
     before = arrays(cache)
     cache.trim(400 - left)
     assert cache.offset == left
     if left:
-        for found, given in zip(arrays(cache), before, strict=True):
-            np.testing.assert_array_equal(found, given[:, :, :left])
+        for stored, given in zip(arrays(cache), before, strict=True):
+            np.testing.assert_array_equal(stored, given[:, :, :left])
     for start in range(0, 150, 5):
         q, new = random_q(5, seed=start), more[:, :, :, start : start + 5]
         past = arrays(cache) if cache.offset else [np.zeros((1, 2, 0, 64))] * 2
-        held = [np.concatenate(pair, axis=2) for pair in zip(past, np.array(new), strict=True)]
-        np.testing.assert_allclose(np.array(cache.attend(q, new, 0.125, "causal")), attention64(q, *held), atol=5e-6)
-    for found, given in zip(arrays(cache), np.array(more), strict=True):
-        np.testing.assert_array_equal(found[:, :, -NEWEST:], given[:, :, -NEWEST:])
+        keys, values = [np.concatenate(pair, axis=2) for pair in zip(past, np.array(new), strict=True)]
+        out = np.array(cache.attend(q, new, 0.125, "causal"))
+        np.testing.assert_allclose(out, attention64(q, keys, values), atol=5e-6)
+    for stored, given in zip(arrays(cache), np.array(more), strict=True):
+        np.testing.assert_array_equal(stored[:, :, -NEWEST:], given[:, :, -NEWEST:])
     for count in (-1, cache.offset + 1):
         with pytest.raises(ValueError, match="trim"):
             cache.trim(count)
 
 
 @pytest.mark.parametrize(("before", "new"), [(0, 300), (200, 150), (FIRST + NEWEST + BLOCK - 1, 1), (420, 600)])
-def test_ctrl_c_in_a_pass_leaves_what_was_there(before, new):
-    """Forgotten what the pass had added, the cache holds what it held, and goes on from there."""
+def test_ctrl_c_in_a_pass_leaves_the_cache_as_before(before, new):
+    """Once the interrupted pass's positions are trimmed, the cache is as before the pass, and can be extended."""
     kv, more = random_kv(before + new), random_kv(3, seed=5)
 
     def make() -> QuantizedKVCache:
@@ -176,53 +177,53 @@ def test_ctrl_c_in_a_pass_leaves_what_was_there(before, new):
     for cache in interrupted_at_each_line(quantized_cache.__file__, make, run):
         cache.trim(cache.offset - before)
         cache.attend(random_q(3), more, 0.125, "causal")
-        for found, given, added in zip(arrays(cache), np.array(kv), np.array(more), strict=True):
-            np.testing.assert_allclose(found[:, :, :before], given[:, :, :before], atol=0.03)
-            np.testing.assert_array_equal(found[:, :, before:], added)
+        for stored, given, added in zip(arrays(cache), np.array(kv), np.array(more), strict=True):
+            np.testing.assert_allclose(stored[:, :, :before], given[:, :, :before], atol=0.03)
+            np.testing.assert_array_equal(stored[:, :, before:], added)
 
 
 @pytest.mark.parametrize("count", [400, 350, 200, 20])
-def test_a_prefix_goes_on_alone(count):
-    """The twin sees what the cache saw, and neither changes the other, wherever they are written."""
+def test_a_prefix_and_its_origin_are_independent(count):
+    """The prefix has the cache's positions, and writing to one never changes the other."""
     cache, _ = filled(random_kv(400), [400])
     before = arrays(cache)
-    twin = cache.prefix(count)
-    for found, given in zip(arrays(twin), before, strict=True):
-        np.testing.assert_array_equal(found, given[:, :, :count])
-    twin.attend(random_q(1), random_kv(1, seed=1), 0.125, None)
-    twin.attend(random_q(300), random_kv(300, seed=2), 0.125, "causal")
-    after_twin = arrays(twin)
-    for found, given in zip(arrays(cache), before, strict=True):
-        np.testing.assert_array_equal(found, given)
+    prefix = cache.prefix(count)
+    for stored, given in zip(arrays(prefix), before, strict=True):
+        np.testing.assert_array_equal(stored, given[:, :, :count])
+    prefix.attend(random_q(1), random_kv(1, seed=1), 0.125, None)
+    prefix.attend(random_q(300), random_kv(300, seed=2), 0.125, "causal")
+    extended = arrays(prefix)
+    for stored, given in zip(arrays(cache), before, strict=True):
+        np.testing.assert_array_equal(stored, given)
     cache.attend(random_q(200), random_kv(200, seed=3), 0.125, "causal")
-    for found, given in zip(arrays(twin), after_twin, strict=True):
-        np.testing.assert_array_equal(found, given)
+    for stored, given in zip(arrays(prefix), extended, strict=True):
+        np.testing.assert_array_equal(stored, given)
 
 
 @pytest.mark.parametrize("length", [20, 300])
-def test_what_is_saved_is_restored(length):
+def test_a_restored_cache_gives_the_same_outputs(length):
     cache, _ = filled(random_kv(length), [length])
-    twin = QuantizedKVCache(PackedLayout(64, 4))
-    twin.restore(cache.tensors(), length)
+    restored = QuantizedKVCache(PackedLayout(64, 4))
+    restored.restore(cache.tensors(), length)
     q, kv = random_q(200), random_kv(200, seed=1)
     for lengths in ([1] * 5, [195]):
         for n in lengths:
-            outputs = [np.array(each.attend(q[:, :, :n], kv[:, :, :, :n], 0.125, "causal")) for each in (cache, twin)]
-            np.testing.assert_array_equal(*outputs)
+            new = (q[:, :, :n], kv[:, :, :, :n], 0.125, "causal")
+            np.testing.assert_array_equal(*(np.array(one.attend(*new)) for one in (cache, restored)))
 
 
-def test_a_mask_of_ones_own_is_obeyed():
-    """An array as mask, also for one position: as full attention with it, to 5e-6."""
+def test_an_array_as_mask():
+    """A mask that is an array is applied to a single position too; within 5e-6 of full attention with it."""
     cache, _ = filled(random_kv(50), [50])
     keys, values = arrays(cache)
     q, new = random_q(1), random_kv(1, seed=4)
     seen = np.arange(51) % 3 == 0
-    held = [np.concatenate(pair, axis=2)[:, :, seen] for pair in zip((keys, values), np.array(new), strict=True)]
-    found = cache.attend(q, new, 0.125, mx.array(seen)[None])
-    np.testing.assert_allclose(np.array(found), attention64(q, *held), atol=5e-6)
+    visible = [np.concatenate(pair, axis=2)[:, :, seen] for pair in zip((keys, values), np.array(new), strict=True)]
+    out = cache.attend(q, new, 0.125, mx.array(seen)[None])
+    np.testing.assert_allclose(np.array(out), attention64(q, *visible), atol=5e-6)
 
 
-# A model's own uses of it.
+# The cache in a model.
 
 
 @pytest.fixture(scope="module")
@@ -247,12 +248,12 @@ def test_a_prompt_peaks_no_higher_than_with_a_plain_cache(tmp_path):
     assert peaks[4] <= peaks[8] < peaks[None]
 
 
-def test_looks_at_a_position_without_changing_the_cache(model):
+def test_look_does_not_change_the_cache(model):
     cache = model.make_cache(EIGHT)
     logits = prefill(model, IDS, cache)
     before = [arrays(layer) for layer in cache]
     position = look(model, IDS, 499, cache=cache)
-    # The pass over the prompt saw the prompt as it was, this one most of it in 8 bits.
+    # Prefill attended to the unquantized prompt, this pass to most of it in 8 bits.
     np.testing.assert_allclose(np.array(position.logits), np.array(logits[0]), atol=0.02)
     assert [layer.offset for layer in position.cache] == [500] * 3
     look(model, IDS, 30, cache=cache)
@@ -261,9 +262,9 @@ def test_looks_at_a_position_without_changing_the_cache(model):
 
 
 def test_runs_under_an_edit(model):
-    twin = edited(model, [Scale(1, "attention", 0.0)])
-    cache, plain = twin.make_cache(EIGHT), twin.make_cache()
-    logits = [np.array(prefill(twin, IDS, each, chunk=100)) for each in (cache, plain)]
+    quiet = edited(model, [Scale(1, "attention", 0.0)])
+    caches = quiet.make_cache(EIGHT), quiet.make_cache()
+    logits = [np.array(prefill(quiet, IDS, cache, chunk=100)) for cache in caches]
     np.testing.assert_allclose(*logits, atol=0.02)
     assert np.abs(logits[0] - np.array(prefill(model, IDS, model.make_cache(EIGHT), chunk=100))).max() > 0.1
 
@@ -282,16 +283,16 @@ def test_a_conversation_reuses_undoes_and_is_saved(tmp_path_factory, llama31):
     chat.undo()
     assert chat.undo() and not chat.ids
     list(chat.send("Hello there " * 20))
-    assert chat.fed < 80 and len(first) > 0  # what the system prompt and the first message share is kept
+    assert chat.fed < 80 and len(first) > 0  # the start of the system prompt is reused
     loaded = Conversation.from_json(chat.to_json(), model, llama31, cache_settings=FOUR)
     assert loaded.ids == chat.ids
     chat.use(edited(model, [Scale(0, "mlp", 0.5)]))
     assert isinstance(chat.cache[0], QuantizedKVCache) and chat.cache[0].offset == 0
 
 
-def test_the_demo_model_says_the_same(demo_folder):
-    """After 300 tokens of English, over 24 more: the mean KL divergence from the plain cache in nats, and how many of
-    the best tokens are the same. Seen: 2e-4 and 1.4e-5."""
+def test_the_demo_model_predicts_the_same(demo_folder):
+    """Over 24 tokens after 300 tokens of English: the mean KL divergence from the plain cache in nats (measured: 2e-4
+    with 4 bits, 1.4e-5 with 8), and how many of the most likely tokens are the same."""
     model, tokenizer = load_model(demo_folder), load_tokenizer(demo_folder)
     ids = tokenizer.encode((Path(__file__).parents[4] / "LICENSE").read_text(encoding="utf-8"))[:324]
     logs = {}
@@ -308,7 +309,7 @@ def test_the_demo_model_says_the_same(demo_folder):
 
 
 @pytest.mark.parametrize("head_dim", [16, 80, 96])
-def test_refuses_heads_that_do_not_fit(head_dim):
+def test_refuses_other_head_sizes(head_dim):
     with pytest.raises(UserError, match=f"needs heads of a multiple of 64, and this model's have {head_dim}"):
         make_layers(FOUR, tiny_args(head_dim=head_dim))
 

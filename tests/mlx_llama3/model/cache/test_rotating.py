@@ -1,4 +1,4 @@
-"""The cache with a window, against attention that is computed anew in float64 under an explicit mask."""
+"""The KV cache with a sliding window, against float64 attention under an explicit mask."""
 
 from dataclasses import replace
 
@@ -24,7 +24,7 @@ TOLERANCE = 2e-6
 
 @pytest.fixture(autouse=True)
 def small_slack(monkeypatch):
-    """So that short sequences turn the ring round and round."""
+    """A small ring, so that short sequences go round it several times."""
     monkeypatch.setattr(Window, "SLACK", 5)
 
 
@@ -35,7 +35,7 @@ def sequence(length: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
 
 
 def attention(q: np.ndarray, kv: np.ndarray, max_size: int, keep: int) -> np.ndarray:
-    """What each position sees, written out: itself, the `keep` first and the last ones, `max_size` together."""
+    """Attention of each position to the first `keep` and the latest `max_size - keep` positions, in float64."""
     length = q.shape[2]
     keys, values = (np.repeat(part, HEADS // KV_HEADS, axis=1) for part in kv)
     out = np.zeros(q.shape)
@@ -72,7 +72,7 @@ def test_values_do_not_depend_on_chunks(max_size, keep, chunks):
     np.testing.assert_allclose(out, attention(q, kv, max_size, keep)[:, :, : sum(chunks)], atol=TOLERANCE)
 
 
-def test_holds_no_more_than_window_and_slack():
+def test_its_size_is_bounded_by_window_and_slack():
     q, kv = sequence(60)
     cache = RotatingKVCache(Window(12, 4))
     feed(cache, q, kv, [1] * 60)
@@ -82,7 +82,7 @@ def test_holds_no_more_than_window_and_slack():
 
 @pytest.mark.parametrize("fed", [3, 12, 14, 17, 18, 40])
 def test_trim_is_exact_or_refused(fed):
-    """After any trim that `trimmable_to` allows, other tokens are fed and seen right; what it does not allow raises."""
+    """After a trim that `trimmable_to` allows, attention to new tokens is exact; any other trim raises."""
     max_size, keep, more = 12, 4, 25
     q, kv = sequence(fed)
     q2, kv2 = sequence(fed + more, seed=1)
@@ -109,8 +109,8 @@ def test_trim_is_exact_or_refused(fed):
 
 @pytest.mark.parametrize("new", [1, 4, 30])
 @pytest.mark.parametrize("fed", [3, 14, 40])
-def test_ctrl_c_in_a_pass_loses_no_more_than_is_known(fed, new):
-    """As far back as the cache then says that it reaches, it goes on right."""
+def test_ctrl_c_in_a_pass_leaves_what_trimmable_to_allows(fed, new):
+    """After an interrupted pass, a trim to the length that `trimmable_to` gives leaves an exact cache."""
     q, kv = sequence(fed + new)
 
     def make() -> RotatingKVCache:
@@ -119,31 +119,31 @@ def test_ctrl_c_in_a_pass_loses_no_more_than_is_known(fed, new):
         return cache
 
     for cache in interrupted_at_each_line(rotating_cache.__file__, make, lambda cache: feed(cache, q, kv, [new])):
-        reached = cache.trimmable_to(fed)
-        cache.trim(cache.offset - reached)
-        out = feed(cache, q, kv, [2, *[1] * (fed + new - reached - 2)] if fed + new - reached > 1 else [1])
-        np.testing.assert_allclose(out, attention(q, kv, 12, 4)[:, :, reached:], atol=TOLERANCE)
+        length = cache.trimmable_to(fed)
+        cache.trim(cache.offset - length)
+        out = feed(cache, q, kv, [2, *[1] * (fed + new - length - 2)] if fed + new - length > 1 else [1])
+        np.testing.assert_allclose(out, attention(q, kv, 12, 4)[:, :, length:], atol=TOLERANCE)
 
 
-def test_a_prefix_goes_its_own_way():
+def test_a_prefix_and_its_origin_are_independent():
     q, kv = sequence(40)
     q2, kv2 = sequence(50, seed=1)
     cache = RotatingKVCache(Window(12, 4))
     feed(cache, q, kv, [30])
-    twin = cache.prefix(27)
+    prefix = cache.prefix(27)
     both = np.concatenate([kv[:, :, :, :27], kv2[:, :, :, 27:]], axis=3)
-    feed(twin, q2, both, [1] * 13)
+    feed(prefix, q2, both, [1] * 13)
     rest = feed(cache, q, kv, [1] * 10)
     np.testing.assert_allclose(rest, attention(q, kv, 12, 4)[:, :, 30:], atol=TOLERANCE)
 
 
-def test_what_is_restored_goes_on_alike():
+def test_a_restored_cache_gives_the_same_outputs():
     q, kv = sequence(60)
-    cache, again = (RotatingKVCache(Window(12, 4)) for _ in range(2))
+    cache, restored = (RotatingKVCache(Window(12, 4)) for _ in range(2))
     feed(cache, q, kv, [33])
-    again.restore(cache.tensors(), cache.offset)
-    assert [again.trimmable_to(n) for n in range(34)] == [cache.trimmable_to(n) for n in range(34)]
-    np.testing.assert_array_equal(feed(again, q, kv, [1, 9, 17]), feed(cache, q, kv, [1, 9, 17]))
+    restored.restore(cache.tensors(), cache.offset)
+    assert [restored.trimmable_to(n) for n in range(34)] == [cache.trimmable_to(n) for n in range(34)]
+    np.testing.assert_array_equal(feed(restored, q, kv, [1, 9, 17]), feed(cache, q, kv, [1, 9, 17]))
 
 
 @pytest.fixture(scope="module")
@@ -151,47 +151,47 @@ def model(tmp_path_factory):
     return tiny_model(tmp_path_factory.mktemp("tiny"), tiny_args(n_layers=2))
 
 
-def test_prefix_reuse_feeds_what_the_window_has_lost(model):
-    """The logits after reuse are those of a fresh cache, wherever the new text parts from the old."""
+def test_prefix_reuse_feeds_again_what_left_the_window(model):
+    """The logits after reuse are those of a fresh cache, wherever the new text starts to differ from the old."""
     settings = CacheSettings(max_kv_size=12)
     old = [(7 * i) % 300 for i in range(40)]
     for common in (0, 3, 10, 30, 36, 38, 40):
         new = old[:common] + [(5 * i + 1) % 300 for i in range(9)]
-        held, fresh = (PrefixCache(model.make_cache(settings), settings) for _ in range(2))
-        model(mx.array([old]), 0, held.layers)
-        held.set_ids(old)
-        rest = held.reuse(new)
-        assert rest == new[len(held.ids) :]
-        assert len(held.ids) == (common if common <= 4 or common > 40 - Window.SLACK - 1 else 4)
-        logits = model(mx.array([rest]), len(held.ids), held.layers)[0, -1]
+        used, fresh = (PrefixCache(model.make_cache(settings), settings) for _ in range(2))
+        model(mx.array([old]), 0, used.layers)
+        used.set_ids(old)
+        rest = used.reuse(new)
+        assert rest == new[len(used.ids) :]
+        assert len(used.ids) == (common if common <= 4 or common > 40 - Window.SLACK - 1 else 4)
+        logits = model(mx.array([rest]), len(used.ids), used.layers)[0, -1]
         expected = model(mx.array([new]), 0, fresh.layers)[0, -1]
         assert mx.abs(logits - expected).max().item() < 1e-5
 
 
 def test_settings():
-    for keywords, said in (
+    for keywords, message in (
         ({"max_kv_size": 4}, "above 4"),
         ({"max_kv_size": 0}, "above 4"),
         ({"max_kv_size": 9, "kv_keep": 9}, "above 9"),
         ({"kv_keep": -1}, "kv_keep is -1"),
         ({"max_kv_size": 64, "kv_bits": 8}, "do not go together"),
     ):
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=message):
             CacheSettings(**keywords)
 
 
 def test_a_conversation_keeps_its_system_prompt(llama31):
-    """The system prompt stays in the window, however long the talk; and each reply is that of a talk fed anew."""
+    """The system prompt stays in the window of a long conversation, and each reply is that of a fresh cache."""
     model = WatchedModel(vocab_size=llama31.vocab_size)
     settings = CacheSettings(max_kv_size=60)
     chat = Conversation(model, llama31, system="Be kind.", cache_settings=settings)
     for text in ("one two three four five six", "seven", "eight nine ten"):
-        said = list(chat.send(text, max_tokens=20))
+        reply = list(chat.send(text, max_tokens=20))
         assert "Be kind." in llama31.decode(chat.ids[: chat.cache[0].window.keep])
-        own = replace(settings, kv_keep=chat.cache[0].window.keep)
-        fresh = PrefixCache(model.make_cache(own), own)
+        same_keep = replace(settings, kv_keep=chat.cache[0].window.keep)
+        fresh = PrefixCache(model.make_cache(same_keep), same_keep)
         logits = model.residual(mx.array([chat.prompt_ids]), 0, fresh.layers)[:, -1]
-        assert model.head(logits).argmax().item() == said[0].token
+        assert model.head(logits).argmax().item() == reply[0].token
     assert len(chat.ids) > 60 and not chat.cache[0].holds_all
     before = chat.messages
     list(chat.retry(max_tokens=20))
@@ -204,7 +204,7 @@ def test_a_conversation_keeps_its_system_prompt(llama31):
     assert chat.system == "Be very kind."
 
 
-def test_a_view_of_a_position_is_refused_once_it_would_lie(model):
+def test_look_is_refused_once_positions_have_left_the_window(model):
     cache = model.make_cache(CacheSettings(max_kv_size=12))
     ids = list(range(40))
     model(mx.array([ids[:10]]), 0, cache)

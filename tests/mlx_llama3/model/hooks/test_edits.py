@@ -1,4 +1,4 @@
-"""What-if edits: each does what it says, they compose, they can be traced, and the model stays as it was."""
+"""Edits: each has its effect, they compose, edited models can be traced, and the model itself does not change."""
 
 import numpy as np
 import pytest
@@ -42,14 +42,14 @@ def test_a_silenced_branch_is_a_layer_without_it(model, branch):
 
 
 def test_a_silenced_head_takes_its_share_from_the_last_layer(model):
-    """In the last layer with its MLP silenced nothing else depends on a head: the stream loses what it had written."""
+    """With the last MLP silenced, nothing reads a head of the last layer but the logits: they lose what it added."""
     silent = edited(model, [Scale(2, "mlp")])
     position = look(silent, IDS, -1)
     token, head = 7, 3
     share = attribute(position, token).heads[2, head]
     without = look(edited(model, [Scale(2, "mlp"), Scale(2, "head", head=head)]), IDS, -1)
     scale = [np.sqrt((np.array(p.states["resid_post"][-1]) ** 2).mean() + 1e-5) for p in (position, without)]
-    # Logits times the norm's scale are linear in the stream.
+    # Logits times the norm's scale are a linear function of the stream.
     lost = position.logits[token].item() * scale[0] - without.logits[token].item() * scale[1]
     assert lost == pytest.approx(share * scale[0], abs=1e-4)
     assert all(attribute(without, token).heads[2, head] == 0 for token in (0, 7))
@@ -82,7 +82,7 @@ def test_an_edited_model_can_be_traced(model):
 
 
 @pytest.mark.parametrize(
-    ("edit", "said"),
+    ("edit", "message"),
     [
         (Scale(3, "mlp"), "layer 3: this model has layers 0 to 2"),
         (Scale(-1, "mlp"), "layer -1"),
@@ -93,6 +93,6 @@ def test_an_edited_model_can_be_traced(model):
         (Add(0, np.ones(63)), r"shape \(63,\), expected \(64,\)"),
     ],
 )
-def test_refused(model, edit, said):
-    with pytest.raises(UserError, match=said):
+def test_refused(model, edit, message):
+    with pytest.raises(UserError, match=message):
         edited(model, [edit])

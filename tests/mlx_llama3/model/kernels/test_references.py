@@ -1,4 +1,4 @@
-"""The references of the fused kernels against float64, and when a kernel leaves its work to its reference."""
+"""The references of the fused kernels against float64, and which inputs the kernels take."""
 
 import numpy as np
 import pytest
@@ -20,8 +20,8 @@ def normal(*shape, seed=0, dtype=mx.float32):
 
 
 def freqs(offset, head_dim=8):
-    inverse = 10000.0 ** (-mx.arange(0, head_dim, 2, dtype=mx.float32) / head_dim)
-    return RopeTables(mx.array(offset), inverse, 1.0 / inverse)
+    inv_freq = 10000.0 ** (-mx.arange(0, head_dim, 2, dtype=mx.float32) / head_dim)
+    return RopeTables(mx.array(offset), inv_freq, 1.0 / inv_freq)
 
 
 def packed(bits=4, group=32, dim=64, hidden=8, mode="affine", dtype=mx.float32):
@@ -45,17 +45,17 @@ def test_add_rms_norm():
 @pytest.mark.parametrize("offset", [7, [3, 900]])
 def test_rope_qkv(offset):
     B, S, n_heads, n_kv_heads = 2, 3, 4, 2
-    qkv, turning = normal(B, S, 64), freqs(offset)
-    start = turning.offset if isinstance(offset, list) else offset
-    q, kv = map(double, rope_qkv.reference(qkv, n_heads, n_kv_heads, start, turning))
+    qkv, tables = normal(B, S, 64), freqs(offset)
+    start = tables.offset if isinstance(offset, list) else offset
+    q, kv = map(double, rope_qkv.reference(qkv, n_heads, n_kv_heads, start, tables))
     assert q.shape == (B, n_heads, S, 8) and kv.shape == (2, B, n_kv_heads, S, 8)
     heads = double(qkv).reshape(B, S, 8, 8).transpose(0, 2, 1, 3)
     positions = np.broadcast_to(np.array(offset), (B,))[:, None] + np.arange(S)
-    turn = np.exp(1j * positions[:, None, :, None] * double(turning.inv_freq))
-    turned = (heads[..., :4] + 1j * heads[..., 4:]) * turn
-    turned = np.concatenate([turned.real, turned.imag], axis=-1)
-    np.testing.assert_allclose(q, turned[:, :4], atol=1e-3)
-    np.testing.assert_allclose(kv, [turned[:, 4:6], heads[:, 6:]], atol=1e-3)
+    rotation = np.exp(1j * positions[:, None, :, None] * double(tables.inv_freq))
+    rotated = (heads[..., :4] + 1j * heads[..., 4:]) * rotation
+    rotated = np.concatenate([rotated.real, rotated.imag], axis=-1)
+    np.testing.assert_allclose(q, rotated[:, :4], atol=1e-3)
+    np.testing.assert_allclose(kv, [rotated[:, 4:6], heads[:, 6:]], atol=1e-3)
 
 
 def test_swiglu_qmv():
@@ -100,12 +100,12 @@ def test_what_swiglu_qmv_takes():
     assert not takes(PackedLinear([nn.Linear(64, 8, bias=False) for _ in range(2)]), x)
 
 
-def test_what_is_not_taken_goes_to_the_reference():
-    """Without Metal a call of a kernel would raise."""
+def test_the_reference_runs_for_inputs_that_a_kernel_does_not_take():
+    """There is no Metal here, so a call of a kernel would raise."""
     w13, x = packed(bits=3), normal(1, 1, 64)
     assert mx.array_equal(swiglu_qmv.fused(w13, x), swiglu_qmv.reference(w13, x)).item()
     x, weight = normal(1, 1, 66), normal(66)
-    for one, other in zip(
+    for ours, expected in zip(
         add_rms_norm.fused(x, x, weight, 1e-5), add_rms_norm.reference(x, x, weight, 1e-5), strict=True
     ):
-        assert mx.array_equal(one, other).item()
+        assert mx.array_equal(ours, expected).item()

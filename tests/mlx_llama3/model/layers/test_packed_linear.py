@@ -1,4 +1,4 @@
-"""Packing: one product gives what the separate ones gave."""
+"""`PackedLinear` gives the products of the separate matrices."""
 
 import pytest
 
@@ -37,7 +37,7 @@ def test_equals_separate_products(bits, products):
         assert mx.allclose(y, expected, rtol=0, atol=1e-5).item()
 
 
-def test_weights_are_not_kept_twice():
+def test_weights_are_stored_once():
     packed = PackedLinear([linear(96, 0), linear(32, 1), linear(32, 2)])
     sizes = [w.size for _, w in nn.utils.tree_flatten(packed.parameters())]
     assert sizes == [(96 + 32 + 32) * 64]

@@ -10,13 +10,13 @@ from mlx_llama3.model.layers.rope import Rope, inv_freq_of, rotate
 import mlx.core as mx
 
 
-def reference_inverse(theta: float, head_dim: int, factor: float | None) -> np.ndarray:
+def reference_inv_freq(theta: float, head_dim: int, factor: float | None) -> np.ndarray:
     """Meta's `apply_scaling`, branch by branch, in float64."""
-    inverse = 1.0 / theta ** (np.arange(0, head_dim, 2) / head_dim)
+    inv_freq = 1.0 / theta ** (np.arange(0, head_dim, 2) / head_dim)
     if factor is None:
-        return inverse
+        return inv_freq
     scaled = []
-    for freq in inverse:
+    for freq in inv_freq:
         wavelength = 2 * np.pi / freq
         if wavelength < 8192 / 4:
             scaled.append(freq)
@@ -32,24 +32,24 @@ def reference_inverse(theta: float, head_dim: int, factor: float | None) -> np.n
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_inverse_frequencies(factor, head_dim):
     args = tiny_args(head_dim=head_dim, rope_theta=500000.0, rope_scaling=factor and RopeScaling(factor))
-    np.testing.assert_allclose(np.array(inv_freq_of(args)), reference_inverse(500000.0, head_dim, factor), rtol=1e-6)
+    np.testing.assert_allclose(np.array(inv_freq_of(args)), reference_inv_freq(500000.0, head_dim, factor), rtol=1e-6)
 
 
 @pytest.mark.parametrize("start", [0, 1, 7, 5000])
 @pytest.mark.parametrize("length", [1, 5])
 def test_rotation_is_a_complex_product(start, length):
-    """Half-split pairs (i, i + d/2) as complex numbers times e^(i * position * frequency); float64, to 1e-3 at 5000."""
+    """Pairs (i, i + d/2) are complex numbers, multiplied by e^(i * position * frequency); in float64."""
     args = tiny_args(head_dim=16, rope_theta=500000.0, rope_scaling=RopeScaling(8.0))
     x = np.random.default_rng(0).standard_normal((2, 3, length, 16)).astype(np.float32)
-    angles = np.arange(start, start + length)[:, None] * reference_inverse(500000.0, 16, 8.0)
-    turned = (x[..., :8] + 1j * x[..., 8:]) * np.exp(1j * angles)
+    angles = np.arange(start, start + length)[:, None] * reference_inv_freq(500000.0, 16, 8.0)
+    rotated = (x[..., :8] + 1j * x[..., 8:]) * np.exp(1j * angles)
     freqs = Rope(args).frequencies(start, length)
     result = np.array(rotate(mx.array(x), start, freqs))
-    np.testing.assert_allclose(result, np.concatenate([turned.real, turned.imag], -1), atol=1e-5 + 2e-7 * start)
+    np.testing.assert_allclose(result, np.concatenate([rotated.real, rotated.imag], -1), atol=1e-5 + 2e-7 * start)
 
 
 def test_composed_and_fused_rotation_agree():
-    """The table of sines (CPU) and `mx.fast.rope` with periods (GPU) turn by the same angles."""
+    """The table of sines (CPU) and `mx.fast.rope` with periods (GPU) rotate by the same angles."""
     args = tiny_args(head_dim=32, rope_scaling=RopeScaling(32.0))
     rope, x = Rope(args), mx.random.normal((1, 4, 9, 32), key=mx.random.key(0))
     fused = rotate(x, 300, rope.frequencies(300, 9, table=False))
