@@ -191,7 +191,7 @@ SENTENCEPIECE = {
         ({"tokenizer.ggml.tokens": [1, 2]}, "tokenizer.ggml.tokens must be a list of texts"),
         ({"tokenizer.ggml.tokens": 5}, "tokenizer.ggml.tokens must be a list of texts"),
         (metadata_of(PEERS["gpt-2"], "gpt-2", merges=[5]), "tokenizer.ggml.merges must be a list of texts"),
-        (metadata_of(PEERS["gpt-2"], "gpt-2", token_type=["1"]), "tokenizer.ggml.token_type must be a list of integers"),
+        (metadata_of(PEERS["gpt-2"], "gpt-2", token_type=["1"]), "token_type must be a list of integers"),
     ],
 )
 def test_other_vocabularies_are_one_line_errors(metadata, fault):
