@@ -1,8 +1,8 @@
 """Attention, with a faster implementation for MLX's CPU backend that uses all cores.
 
 On the CPU, `mx.fast.scaled_dot_product_attention` is a sequence of operations that run on one thread. It stores the
-scores of all keys, masked or not, and their exponentials take most of a long prompt's time. `exp2` is faster than `exp`
-and as exact, so the scores here are scaled by log2(e) and the softmax has base 2.
+scores of all keys, masked or not, and their exponentials take most of a long prompt's time. A power of two is faster
+than `mx.exp` and as exact, so the scores here are scaled by log2(e) and the softmax has base 2.
 """
 
 import math
