@@ -12,6 +12,7 @@ from safetensors.numpy import save_file
 
 from mlx_llama3.errors import UserError
 from mlx_llama3.model.hooks.norms import POINTS
+from mlx_llama3.system.files import replacing
 
 FORMAT = "mlx-llama3 trace 1"
 MAX_BYTES = 8 << 30  # a larger file is refused before it is read
@@ -75,14 +76,11 @@ class Trace:
             "pieces": json.dumps(self.pieces),
             "settings": json.dumps(self.settings),
         }
-        partial = path.with_name(f".{path.name}.part")
         try:
-            save_file({name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}, partial, metadata)
-            partial.replace(path)
+            with replacing(path) as partial:
+                save_file({name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}, partial, metadata)
         except (OSError, SafetensorError) as error:
             raise UserError(f"{path}: cannot be written: {error}") from None
-        finally:
-            partial.unlink(missing_ok=True)
 
 
 def load_trace(path: Path) -> Trace:
