@@ -1,4 +1,4 @@
-"""The chat of the terminal: the loop, the session, its slash commands, and the screens it is shown on.
+"""`mlx-llama3 chat`: the loop, the chat session, the slash commands, and the two screens (terminal and pipe).
 
 This face stays empty, because `--help` may not import MLX.
 """

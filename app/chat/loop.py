@@ -1,4 +1,4 @@
-"""The chat: reads messages, streams answers, keeps the conversation."""
+"""The chat loop: reads messages and slash commands, and streams answers."""
 
 import argparse
 import sys
@@ -18,16 +18,16 @@ from mlx_llama3.system.files import read_text
 
 
 def chat(args: argparse.Namespace, max_tokens: int) -> None:
-    """Open what the options of `chat_command` say, and chat; max_tokens is for an answer where nothing else says so.
+    """Open the model and conversation of the options of `commands/chat.py`, and chat.
 
-    Raises `UserError`; on a terminal only until the chat begins.
+    max_tokens: the default length limit of an answer. Raises `UserError`; on a terminal only until the chat begins.
     """
     settings = given_settings(args)
     saved = read_text(args.resume) if args.resume else None
-    draft, kept = requested_draft(args), requested_cache(args)
+    draft, cache_settings = requested_draft(args), requested_cache(args)
     opened = open_model(args.model)
     _check_chat(opened, args.system)
-    conversation = _conversation(opened, args, saved, kept)
+    conversation = _conversation(opened, args, saved, cache_settings)
     adopt(args.prompt_cache, opened, conversation)
     conversation.draft = draft and draft.open(opened)
     conversation.settings = {"max_tokens": max_tokens} | conversation.settings | settings
@@ -35,7 +35,7 @@ def chat(args: argparse.Namespace, max_tokens: int) -> None:
 
 
 def _check_chat(opened: OpenModel, system: str | None) -> None:
-    """Raise `UserError` now, not at the first message, for a model that cannot chat or takes no system prompt."""
+    """Raise `UserError` for a model that cannot chat, or takes no system prompt: now, not at the first message."""
     head = [{"role": "system", "content": system}] if system else []
     opened.tokenizer.encode_chat([*head, {"role": "user", "content": "?"}])
 
@@ -43,13 +43,15 @@ def _check_chat(opened: OpenModel, system: str | None) -> None:
 def _screen() -> Screen:
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         return Plain()
-    from app.chat.terminal import Terminal  # here, because a pipe can do without prompt_toolkit
+    from app.chat.terminal import Terminal  # here, because a pipe does not need prompt_toolkit
 
     return Terminal()
 
 
-def _conversation(opened: OpenModel, args: argparse.Namespace, saved: str | None, kept: CacheSettings) -> Conversation:
-    limits = {"overflow": args.overflow, "max_context": args.context, "cache_settings": kept}
+def _conversation(
+    opened: OpenModel, args: argparse.Namespace, saved: str | None, cache_settings: CacheSettings
+) -> Conversation:
+    limits = {"overflow": args.overflow, "max_context": args.context, "cache_settings": cache_settings}
     if saved is None:
         return Conversation(opened.model, opened.tokenizer, system=args.system, **limits)
     conversation = Conversation.from_json(saved, opened.model, opened.tokenizer, source=str(args.resume), **limits)
@@ -59,7 +61,7 @@ def _conversation(opened: OpenModel, args: argparse.Namespace, saved: str | None
 
 
 def run(chat: Chat) -> None:
-    """Take messages and commands until the end of input or `/exit`."""
+    """Handle messages and slash commands until the end of input or `/exit`."""
     chat.screen.welcome(f"{chat.name} · context of {chat.conversation.capacity} tokens · /help for commands")
     for text in chat.screen.messages(chat.status, NAMES):
         try:

@@ -1,4 +1,4 @@
-"""The chat in a pipe: plain text, each line of standard input a message, errors end the program."""
+"""The chat in a pipe: plain text, one message per line of standard input; an error ends the program."""
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -10,39 +10,39 @@ from mlx_llama3.errors import UserError
 
 
 class Plain:
-    """Standard output gets the answers and what commands show, standard error the rest."""
+    """The screen of a pipe: answers and command output go to standard output, the rest to standard error."""
 
     def welcome(self, text: str) -> None:
-        """A greeting; a pipe needs none."""
+        """Print no greeting: a pipe needs none."""
 
     def messages(self, status: Callable[[], str], commands: Sequence[str]) -> Iterator[str]:
-        """Messages and commands, until the input ends. status, commands: for a screen that can show them."""
+        """Messages and commands until the input ends; `status` and `commands` are for screens that show them."""
         return (line for line in read_stdin() if line.strip())
 
     @contextmanager
     def answering(self) -> Iterator[Callable[[], bool]]:
-        """Around an answer; gives a function that tells whether to stop. In a pipe Ctrl-C ends the program."""
+        """A context for one answer, never stopped: in a pipe Ctrl-C ends the program."""
         yield lambda: False
 
     def reading(self, done: int, total: int) -> None:
-        """So much of the prompt is read; a pipe need not know."""
+        """Ignore the prefill progress."""
 
     def write(self, text: str) -> None:
-        """A piece of the answer."""
+        """Print a piece of the answer."""
         print(text, end="", flush=True)
 
     def end_answer(self) -> None:
-        """The answer is complete."""
+        """End the answer's line."""
         print(flush=True)
 
     def show(self, text: str) -> None:
-        """What a command was asked for."""
+        """Print the output of a command."""
         print(text, flush=True)
 
     def note(self, text: str) -> None:
-        """Something worth knowing that is not part of the answer."""
+        """Print a note that is not part of the answer."""
         print(f"({text})", file=sys.stderr, flush=True)
 
     def error(self, error: UserError) -> NoReturn:
-        """A script must learn of it by the exit code."""
+        """Raise the error, so that a script sees it in the exit code."""
         raise error

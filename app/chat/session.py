@@ -1,4 +1,4 @@
-"""A chat on one screen: the conversation, and the way an answer is streamed."""
+"""A chat session: one conversation on one screen, and the streaming of its answers."""
 
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TypeAlias
@@ -15,11 +15,11 @@ Screen: TypeAlias = "Plain | Terminal"
 
 
 class PrefillStopped(Exception):
-    """Ctrl-C while the prompt was being read; ends the generation between two chunks."""
+    """Ctrl-C was pressed during the prefill; raised between two chunks to end the generation."""
 
 
 class Chat:
-    """One conversation on one screen (`Terminal` or `Plain`), and the speed of its last answer."""
+    """One conversation on one screen (`Terminal` or `Plain`). last: the statistics of the last answer."""
 
     def __init__(self, name: str, conversation: Conversation, screen: Screen) -> None:
         self.name = name
@@ -28,14 +28,14 @@ class Chat:
         self.last: Stats | None = None
 
     def status(self) -> str:
-        """One line: the model, the use of the context, the speed of the last answer."""
+        """One line: the model, the tokens of context in use, the speed of the last answer."""
         speed = f" · {self.last.generation_tps:.1f} tokens/s" if self.last and self.last.generation_tps else ""
         return f"{self.name} · {self.conversation.used}/{self.conversation.capacity} tokens of context{speed}"
 
     def answer(self, ask: Callable[..., Iterator[Step]], *, if_empty: str = "the message is not kept") -> None:
-        """Stream what `ask` (the conversation's send or retry) yields; Ctrl-C ends it and keeps what was said.
+        """Stream the steps of `ask`, the conversation's `send` or `retry`. Ctrl-C ends the answer and keeps its text.
 
-        if_empty: what becomes of the conversation if nothing was said.
+        if_empty: the note for an answer without text, which leaves the conversation unchanged.
         """
         with self.screen.answering() as stopped:
 
@@ -47,12 +47,12 @@ class Chat:
             steps = ask(on_prefill=reading)
             if dropped := self.conversation.dropped:
                 self.screen.note(f"the oldest {dropped} messages were left out to make room")
-            meter, said, reason = Meter(), "", "stopped"
+            meter, text, reason = Meter(), "", "stopped"
             try:
                 for step in steps:
                     meter.tick()
                     self.screen.write(step.text)
-                    said, reason = said + step.text, step.finish_reason
+                    text, reason = text + step.text, step.finish_reason
                     if stopped() and reason is None:
                         steps.close()
                         reason = "stopped"
@@ -61,12 +61,12 @@ class Chat:
             finally:
                 self.screen.end_answer()
         self.last = meter.stats(self.conversation.fed, self.conversation.draft)
-        self._explain_end(reason, said, if_empty)
+        self._explain_end(reason, text, if_empty)
 
-    def _explain_end(self, reason: str, said: str, if_empty: str) -> None:
-        if not said.strip():
-            how = "stopped before the answer began" if reason == "stopped" else "the model said nothing"
-            self.screen.note(f"{how}; {if_empty}")
+    def _explain_end(self, reason: str, text: str, if_empty: str) -> None:
+        if not text.strip():
+            cause = "stopped before the answer began" if reason == "stopped" else "the model said nothing"
+            self.screen.note(f"{cause}; {if_empty}")
         elif reason == "stopped":
             self.screen.note("stopped; what was said is kept")
         elif reason == "length" and self.conversation.used >= self.conversation.capacity:

@@ -1,4 +1,4 @@
-"""The chat's commands: `/help`, `/set` and the others."""
+"""The slash commands of the chat: `/help`, `/set` and the others."""
 
 import difflib
 import re
@@ -19,7 +19,7 @@ from mlx_llama3.system.files import read_text
 
 
 class Exit(Exception):
-    """The person wants to leave."""
+    """Raised by `/exit` to end the chat."""
 
 
 def show_help(chat: Chat, _argument: str) -> None:
@@ -43,13 +43,13 @@ def system(chat: Chat, argument: str) -> None:
 
 
 def reset(chat: Chat, _argument: str) -> None:
-    """Forget the messages."""
+    """Delete the messages; the system prompt stays."""
     chat.conversation.reset()
     chat.screen.show("all messages are forgotten" + ("; the system prompt stays" if chat.conversation.system else ""))
 
 
 def undo(chat: Chat, _argument: str) -> None:
-    """Take the last message and its answer back."""
+    """Remove the last message and its answer."""
     message = chat.conversation.undo()
     chat.screen.show(f"taken back: {message}")
 
@@ -72,7 +72,7 @@ def save(chat: Chat, argument: str) -> None:
 
 
 def load(chat: Chat, argument: str) -> None:
-    """Go on with a saved conversation instead of this one."""
+    """Replace the conversation with a saved one."""
     path = _path(argument, "load")
     old = chat.conversation
     chat.conversation = Conversation.from_json(
@@ -86,7 +86,7 @@ def load(chat: Chat, argument: str) -> None:
         cache_settings=old.cache_settings,
     )
     chat.conversation.settings = {"max_tokens": old.settings.get("max_tokens")} | chat.conversation.settings
-    chat.screen.show(f"loaded {len(chat.conversation.messages)} messages from {path}; {_use(chat.conversation)}")
+    chat.screen.show(f"loaded {len(chat.conversation.messages)} messages from {path}; {_usage(chat.conversation)}")
 
 
 def set_option(chat: Chat, argument: str) -> None:
@@ -94,15 +94,15 @@ def set_option(chat: Chat, argument: str) -> None:
     name, _, text = argument.partition(" ")
     name, text = name.replace("-", "_"), text.strip()
     if not name:
-        chat.screen.show("\n".join(f"{key:18} {value}" for key, value in _shown(chat.conversation).items()))
+        chat.screen.show("\n".join(f"{key:18} {value}" for key, value in _all_settings(chat.conversation).items()))
     elif name == "overflow":
         _set_overflow(chat.conversation, text)
         chat.screen.show(f"overflow {text}")
     elif name in SETTINGS:
         chat.conversation.settings = _changed(chat.conversation.settings, name, text)
-        chat.screen.show(f"{name} {_shown(chat.conversation)[name]}")
+        chat.screen.show(f"{name} {_all_settings(chat.conversation)[name]}")
     else:
-        raise UserError(f"there is no setting {name!r}{_near(name, [*SETTINGS, 'overflow'])}; /set shows all")
+        raise UserError(f"there is no setting {name!r}{_suggestion(name, [*SETTINGS, 'overflow'])}; /set shows all")
 
 
 def stats(chat: Chat, _argument: str) -> None:
@@ -115,7 +115,7 @@ def stats(chat: Chat, _argument: str) -> None:
 
 def context(chat: Chat, _argument: str) -> None:
     """Show how full the context is."""
-    chat.screen.show(f"{_use(chat.conversation)}; when it is full: {chat.conversation.overflow}")
+    chat.screen.show(f"{_usage(chat.conversation)}; when it is full: {chat.conversation.overflow}")
 
 
 def leave(_chat: Chat, _argument: str) -> None:
@@ -124,7 +124,7 @@ def leave(_chat: Chat, _argument: str) -> None:
 
 
 class Command(NamedTuple):
-    """What a command does, and its line in `/help`."""
+    """A slash command: its function, and its line in `/help`."""
 
     run: Callable[[Chat, str], None]
     usage: str
@@ -149,9 +149,9 @@ NAMES = [*COMMANDS, *SYNONYMS]
 
 
 def find_command(text: str) -> Callable[[Chat], None] | None:
-    """The command that `text` is, or None if it is a message (as `/etc/hosts is ...` and ` /x` are).
+    """The command in `text`, or None if it is a message, such as `/etc/hosts is ...` or ` /x`.
 
-    Raises `UserError` for a command that does not exist, with the nearest one.
+    Raises `UserError` for an unknown command; the message suggests the closest one.
     """
     match = re.fullmatch(r"(/[A-Za-z?]+)(?:\s+(.*))?", text.rstrip(), re.DOTALL)
     if match is None:
@@ -159,34 +159,34 @@ def find_command(text: str) -> Callable[[Chat], None] | None:
     name, argument = match[1].lower(), match[2] or ""
     command = COMMANDS.get(SYNONYMS.get(name, name))
     if command is None:
-        raise UserError(f"there is no command {name}{_near(name, NAMES)}; /help lists them")
+        raise UserError(f"there is no command {name}{_suggestion(name, NAMES)}; /help lists them")
     if argument and not command.usage:
         raise UserError(f"{name} takes nothing after it")
     return lambda chat: command.run(chat, argument)
 
 
-def _near(name: str, names: list[str]) -> str:
+def _suggestion(name: str, names: list[str]) -> str:
     match = difflib.get_close_matches(name, names, 1)
     return f", did you mean {match[0]}?" if match else ""
 
 
-def _path(argument: str, what: str) -> Path:
+def _path(argument: str, command: str) -> Path:
     if not argument:
-        raise UserError(f"name the file: /{what} FILE")
+        raise UserError(f"name the file: /{command} FILE")
     try:
         return Path(argument).expanduser()
-    except RuntimeError as error:  # ~name, and nobody here is called so
+    except RuntimeError as error:  # ~name, and there is no such user
         raise UserError(f"{argument}: there can be no such file: {error}") from error
 
 
-def _use(conversation: Conversation) -> str:
+def _usage(conversation: Conversation) -> str:
     used, capacity = conversation.used, conversation.capacity
     share = f"{used} of {capacity} tokens ({used / capacity:.0%})"
     return f"{share} in {len(conversation.messages)} messages"
 
 
-def _shown(conversation: Conversation) -> dict[str, object]:
-    """All settings as text, those that were never given too."""
+def _all_settings(conversation: Conversation) -> dict[str, object]:
+    """All settings and their values, including defaults; "none" for an empty one."""
     values = {"max_tokens": None, "stop": []} | asdict(Sampling()) | conversation.settings
     values["overflow"] = conversation.overflow
     return {name: "none" if value in (None, [], {}) else value for name, value in values.items()}

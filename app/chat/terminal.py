@@ -1,4 +1,4 @@
-"""The chat on a terminal: line editing and history (prompt_toolkit), colours, and Ctrl-C that stops an answer."""
+"""The chat on a terminal: line editing and history (prompt_toolkit), colours, and Ctrl-C to stop an answer."""
 
 import os
 import signal
@@ -30,14 +30,14 @@ BOLD, DIM, RED, PLAIN = "\x1b[1m", "\x1b[2m", "\x1b[31m", "\x1b[0m"
 
 
 class Terminal:
-    """What a person sees. The same methods as `plain.Plain`."""
+    """The screen of a terminal. It has the methods of `pipe.Plain`."""
 
     def __init__(self) -> None:
         self._coloured = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
         self._progress = ""
 
     def welcome(self, text: str) -> None:
-        """A greeting."""
+        """Print a greeting."""
         print(self._styled(text, DIM))
 
     def messages(self, status: Callable[[], str], commands: Sequence[str]) -> Iterator[str]:
@@ -66,9 +66,9 @@ class Terminal:
 
     @contextmanager
     def answering(self) -> Iterator[Callable[[], bool]]:
-        """Around an answer: Ctrl-C only sets a flag, so that MLX is never interrupted inside a step.
+        """A context for one answer: Ctrl-C only sets a flag, so that MLX is never interrupted inside a step.
 
-        What is typed meanwhile is not echoed into the answer; it waits for the next prompt.
+        It yields a function that returns the flag. Typed text is not echoed meanwhile; it waits for the next prompt.
         """
         pressed = False
 
@@ -78,8 +78,8 @@ class Terminal:
 
         handler = signal.signal(signal.SIGINT, press)
         mode = termios.tcgetattr(sys.stdin)
-        quiet = mode[:3] + [mode[3] & ~(termios.ECHO | termios.ICANON)] + mode[4:]
-        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, quiet)
+        no_echo = mode[:3] + [mode[3] & ~(termios.ECHO | termios.ICANON)] + mode[4:]
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, no_echo)
         try:
             yield lambda: pressed
         finally:
@@ -87,7 +87,7 @@ class Terminal:
             signal.signal(signal.SIGINT, handler)
 
     def reading(self, done: int, total: int) -> None:
-        """So much of the prompt is read: a line that a long prompt shows until the answer comes."""
+        """Show the prefill progress of a long prompt on a line that is wiped before the answer."""
         self._wipe_progress()
         if done < total:
             self._progress = f"(reading: {done} of {total} tokens)"
@@ -99,24 +99,24 @@ class Terminal:
             self._progress = ""
 
     def write(self, text: str) -> None:
-        """A piece of the answer."""
+        """Print a piece of the answer."""
         print(text.translate(VISIBLE), end="", flush=True)
 
     def end_answer(self) -> None:
-        """The answer is complete."""
+        """End the answer."""
         self._wipe_progress()
         print("\n", flush=True)
 
     def show(self, text: str) -> None:
-        """What a command was asked for."""
+        """Print the output of a command."""
         print(text.translate(VISIBLE) + "\n", flush=True)
 
     def note(self, text: str) -> None:
-        """Something worth knowing that is not part of the answer."""
+        """Print a note that is not part of the answer."""
         print(self._styled(f"({text})", DIM) + "\n", flush=True)
 
     def error(self, error: UserError) -> None:
-        """An error; the chat goes on."""
+        """Print an error; the chat continues."""
         print(self._styled(f"error: {error}", RED) + "\n", flush=True)
 
     def _styled(self, text: str, style: str) -> str:
@@ -124,14 +124,14 @@ class Terminal:
 
 
 class TerminalOutput(Vt100_Output):
-    """A terminal that is never asked where its cursor is.
+    """A terminal whose cursor position is never queried.
 
-    prompt_toolkit shows no status line until the terminal has answered that, and some never do. Without the answer the
-    status stands right below the input instead of at the foot of the screen.
+    prompt_toolkit shows no status line until the terminal has answered that query, and some terminals never do. Without
+    the query the status line is right below the input instead of at the bottom of the screen.
     """
 
     def get_rows_below_cursor_position(self) -> int:
-        """Rows that are surely there."""
+        """The number of rows that is certain without a query: 1."""
         return 1
 
 
@@ -143,7 +143,7 @@ class CommandCompleter(Completer):
         self._files = PathCompleter(expanduser=True)
 
     def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterator[Completion]:
-        """What could stand in the place of the word before the cursor."""
+        """The possible completions of the word before the cursor."""
         command, space, rest = document.text_before_cursor.partition(" ")
         if not space:
             yield from _starting_with(command, self._commands if command.startswith("/") else [])
@@ -157,29 +157,29 @@ def _starting_with(word: str, choices: Sequence[str]) -> Iterator[Completion]:
     return (Completion(choice, -len(word)) for choice in choices if choice.startswith(word))
 
 
-class KeptHistory(FileHistory):
-    """A history in a file as far as the disk takes it; what it does not take is remembered in this chat only."""
+class TolerantHistory(FileHistory):
+    """A history file that ignores write errors: an entry that cannot be written lasts for this chat only."""
 
     def store_string(self, string: str) -> None:
-        """Append to the file; a disk that is full is no reason to break into the chat."""
+        """Append to the file; a full disk must not interrupt the chat."""
         with suppress(OSError):
             super().store_string(string)
 
 
 def _history(note: Callable[[str], None]) -> History:
-    """The history of all chats, in the user's cache folder; if that cannot be written, of this chat only."""
+    """The history of all chats in the user's cache folder, or of this chat only if that cannot be written."""
     path = cache_dir() / "chat_history"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # what people write is theirs alone
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # readable by the user alone
     except OSError as error:
         note(f"{path}: {error.strerror}; the history of this chat will not be kept")
         return InMemoryHistory()
-    return KeptHistory(path)
+    return TolerantHistory(path)
 
 
 def _unquoted(text: str) -> str:
-    """The text between triple quotes, as it stands; other text as it is."""
+    """`text` without enclosing triple quotes."""
     stripped = text.strip()
     if stripped.startswith(QUOTES):
         return stripped.removeprefix(QUOTES).removesuffix(QUOTES).strip("\n")
@@ -187,19 +187,19 @@ def _unquoted(text: str) -> str:
 
 
 def _is_open(text: str) -> bool:
-    """True while triple quotes at the start are not closed at the end."""
+    """Whether `text` starts with triple quotes that are not closed at its end."""
     stripped = text.strip()
     return stripped.startswith(QUOTES) and (len(stripped) < 6 or not stripped.endswith(QUOTES))
 
 
 def _key_bindings() -> KeyBindings:
-    """Enter sends, Alt-Enter or a backslash at the end of the line begins another; Ctrl-C clears, then leaves."""
+    """Enter sends; Alt-Enter, or Enter after a backslash, starts a new line; Ctrl-C clears the input, then leaves."""
     keys = KeyBindings()
-    here = has_focus(DEFAULT_BUFFER)
+    in_input = has_focus(DEFAULT_BUFFER)
 
-    # Ctrl-J is the newline character itself: it is what a script that types into the terminal sends for Enter.
-    @keys.add("enter", filter=here)
-    @keys.add("c-j", filter=here)
+    # Ctrl-J is the newline character: a script that types into the terminal sends it for Enter.
+    @keys.add("enter", filter=in_input)
+    @keys.add("c-j", filter=in_input)
     def send(event: KeyPressEvent) -> None:
         buffer = event.current_buffer
         if _is_open(buffer.text):
@@ -210,11 +210,11 @@ def _key_bindings() -> KeyBindings:
         else:
             buffer.validate_and_handle()
 
-    @keys.add("escape", "enter", filter=here)
+    @keys.add("escape", "enter", filter=in_input)
     def another_line(event: KeyPressEvent) -> None:
         event.current_buffer.insert_text("\n")
 
-    @keys.add("c-c", filter=here)
+    @keys.add("c-c", filter=in_input)
     def clear_or_leave(event: KeyPressEvent) -> None:
         if event.current_buffer.text:
             event.current_buffer.reset()

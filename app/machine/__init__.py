@@ -1,4 +1,4 @@
-"""`mlx-llama3 doctor` and `bench`: this machine, what serves a model on it, and how fast.
+"""`mlx-llama3 doctor` and `bench`: the machine, the kernels and caches a model uses on it, and the speed.
 
 This face stays empty, because `--help` may not import MLX.
 """

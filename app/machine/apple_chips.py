@@ -1,10 +1,10 @@
-"""How many bytes a second Apple's chips move between memory and GPU, from the technical specifications of the Macs."""
+"""The memory bandwidth of Apple's chips, from the technical specifications of the Macs."""
 
 import json
 import re
 import subprocess
 
-# 10**9 bytes a second by name. Where a name was sold with two memory systems: by the least number of GPU cores.
+# Chip name -> 10**9 bytes per second. A name with two memory systems maps the least number of GPU cores to it.
 BANDWIDTH: dict[str, float | dict[int, float]] = {
     "M1": 68.25,
     "M1 Pro": 200,
@@ -28,25 +28,27 @@ BANDWIDTH: dict[str, float | dict[int, float]] = {
 
 
 def bandwidth(chip: str, cores: int | None = None) -> float | None:
-    """10**9 bytes a second of a chip, as "Apple M2 Pro"; None if it is not in the table.
+    """The memory bandwidth of a chip such as "Apple M2 Pro" in 10**9 bytes per second; None if it is not in the table.
 
-    cores: of its GPU, which tell two chips of one name apart; None asks the system, where that is needed.
+    cores: the number of its GPU cores, which distinguishes two chips of one name; None asks the system if needed.
     """
     name = re.sub(r"^Apple ", "", chip).strip()
-    found = BANDWIDTH.get(name)
-    if not isinstance(found, dict):
-        return found
+    entry = BANDWIDTH.get(name)
+    if not isinstance(entry, dict):
+        return entry
     cores = gpu_cores() if cores is None else cores
-    return None if cores is None else found.get(max((least for least in found if least <= cores), default=0))
+    return None if cores is None else entry.get(max((least for least in entry if least <= cores), default=0))
 
 
 def gpu_cores() -> int | None:
-    """How many cores the GPU has, as macOS says; None if it does not."""
+    """The number of GPU cores that macOS reports; None if it reports none."""
     command = ["/usr/sbin/system_profiler", "SPDisplaysDataType", "-json"]
     try:
-        said = subprocess.run(command, capture_output=True, timeout=20, check=True).stdout
+        output = subprocess.run(command, capture_output=True, timeout=20, check=True).stdout
         return next(
-            int(each["sppci_cores"]) for each in json.loads(said)["SPDisplaysDataType"] if "sppci_cores" in each
+            int(display["sppci_cores"])
+            for display in json.loads(output)["SPDisplaysDataType"]
+            if "sppci_cores" in display
         )
     except (OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError, StopIteration):
         return None

@@ -1,4 +1,4 @@
-"""How many bytes a second a plain copy moves here: what to hold a speed against where no specification is known."""
+"""The bandwidth of a plain memory copy: the reference for `bench` if the chip's specification is not known."""
 
 import os
 import time
@@ -12,15 +12,15 @@ from mlx_llama3.autotune.choice import has_metal
 
 import mlx.core as mx
 
-SIZE = 2**28  # bytes, more than any cache of a chip holds
+SIZE = 2**28  # bytes, larger than any chip's cache
 TRIES = 5
 
 
 def copy_speed() -> float:
-    """10**9 bytes a second, read and written, of the best of a few copies: by the GPU, or by all cores of the CPU."""
+    """10**9 bytes per second, read plus written, of the fastest of `TRIES` copies by the GPU or by all CPU cores."""
     copy = _gpu_copy() if has_metal() else _cpu_copy()
     seconds = []
-    for _ in range(TRIES + 1):  # the first one touches new memory
+    for _ in range(TRIES + 1):  # the first one is not counted: it touches new memory
         begin = time.perf_counter()
         copy()
         seconds.append(time.perf_counter() - begin)
@@ -39,7 +39,7 @@ def _cpu_copy() -> Callable[[], None]:
     pieces = [slice(SIZE * i // cores, SIZE * (i + 1) // cores) for i in range(cores)]
 
     def copy() -> None:
-        with ThreadPoolExecutor(cores) as pool:  # NumPy copies without holding Python's lock
+        with ThreadPoolExecutor(cores) as pool:  # NumPy releases Python's lock while it copies
             list(pool.map(lambda piece: np.copyto(target[piece], source[piece]), pieces))
 
     return copy

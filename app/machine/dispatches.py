@@ -1,20 +1,20 @@
-"""What a layer asks of the GPU for one decoded token: dispatches, with each kernel and with its reference.
+"""GPU dispatches of one transformer block for one decoded token, with each fused kernel and with its reference.
 
-Counted from the code: views (reshape, transpose, slice, split) cost none, putting arrays side by side copies each of
-them, and elementwise operations that follow one another are one, because decoding is recorded (`recorded.py`).
-`python -m benchmarks.ledger` counts them in a recorded graph.
+The numbers are counted by hand from the code. Views (reshape, transpose, slice, split) cost none, a concatenation
+copies each of its inputs, and consecutive elementwise operations are one dispatch, because decoding runs compiled
+blocks (`model/compiled.py`). `python -m benchmarks.ledger` counts them from an exported graph.
 """
 
 from dataclasses import dataclass
 
 from mlx_llama3.model.kernels.kernel_set import Kernels
 
-MLX_LM = 17  # of mlx-lm's llama, at short contexts
+MLX_LM = 17  # dispatches of mlx-lm's llama, at short contexts
 
 
 @dataclass(frozen=True)
 class Row:
-    """A part of the layer. kernel: the name of the one that may serve in it, if there is one."""
+    """One part of the block and its dispatches. kernel: the name of the fused kernel for it, if there is one."""
 
     part: str
     reference: int
@@ -22,7 +22,7 @@ class Row:
     kernel: str | None = None
 
     def count(self, kernels: Kernels) -> int:
-        """Dispatches when these kernels serve."""
+        """The dispatches with these kernels in use."""
         return self.fused if self.kernel is not None and getattr(kernels, self.kernel) else self.reference
 
 
@@ -39,5 +39,5 @@ ROWS = (
 
 
 def total(kernels: Kernels) -> int:
-    """Dispatches a layer a token when these kernels serve, with the cache in full precision."""
+    """Dispatches per layer and token with these kernels in use and an unquantized cache."""
     return sum(row.count(kernels) for row in ROWS)

@@ -1,4 +1,4 @@
-"""What `mlx-llama3 doctor` finds: the machine, and what a model is on it."""
+"""`mlx-llama3 doctor`: examines the machine and how a model runs on it."""
 
 import json
 from dataclasses import asdict
@@ -22,29 +22,29 @@ from mlx.utils import tree_flatten
 
 
 def doctor(name: str | None, *, as_json: bool) -> int:
-    """Look at the machine and the named model, and print; returns the exit code, 2 for a model that does not load.
+    """Print a report on the machine and the named model; returns the exit code, 2 if the model does not load.
 
     name: None is the demo model, or no model if that was never fetched. Raises `UserError` as `requested_kernels`.
     """
-    found = examine(name or (DEMO if demo_folder().exists() else None))
-    print(json.dumps(found, ensure_ascii=False, indent=1) if as_json else "\n".join(lines(found)))
-    return 2 if found["error"] else 0
+    report = examine(name or (DEMO if demo_folder().exists() else None))
+    print(json.dumps(report, ensure_ascii=False, indent=1) if as_json else "\n".join(lines(report)))
+    return 2 if report["error"] else 0
 
 
 def examine(name: str | None) -> dict[str, Any]:
-    """Everything, as JSON has it; sizes in bytes, speeds in 10**9 bytes a second."""
-    way, machine = requested_kernels(), asdict(this_machine())  # before a model takes its memory
+    """The whole report as a JSON object; sizes in bytes, speeds in 10**9 bytes per second."""
+    mode, machine = requested_kernels(), asdict(this_machine())  # first: a loaded model reduces the free memory
     opened, error = None, None
     try:
         opened = None if name is None else open_model(name)
-    except UserError as fault:  # a report without the model is of use all the same
+    except UserError as fault:  # the report is useful without the model, too
         error = str(fault)
     choice = _choice(opened)
     return {
         "machine": machine,
         "model": opened and _model(opened),
         "error": error,
-        "kernels": {"asked": way, **{kernel: asdict(choice.decisions[kernel]) for kernel in NAMES}},
+        "kernels": {"asked": mode, **{kernel: asdict(choice.decisions[kernel]) for kernel in NAMES}},
         "dispatches": [
             {
                 "part": row.part,
@@ -60,8 +60,8 @@ def examine(name: str | None) -> dict[str, Any]:
 def _choice(opened: OpenModel | None) -> KernelChoice:
     if opened is not None:
         return use_chosen(opened.model)
-    why = "not tried without a model" if has_metal() else "there is no Metal here"
-    return KernelChoice(REFERENCE, {name: Decision("absent", why) for name in NAMES})
+    reason = "not tried without a model" if has_metal() else "there is no Metal here"
+    return KernelChoice(REFERENCE, {name: Decision("absent", reason) for name in NAMES})
 
 
 def _model(opened: OpenModel) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def _model(opened: OpenModel) -> dict[str, Any]:
 
 
 def _cache(opened: OpenModel, dtype: mx.Dtype, kv_bits: int | None) -> dict[str, Any]:
-    """What a cache of this kind takes, and how many tokens the memory that is left would hold; or why there is none."""
+    """The size of a cache of this kind and the number of tokens that fit into the free memory, or why there is none."""
     args, settings = opened.model.args, CacheSettings(kv_bits=kv_bits)
     try:
         a_token = bytes_a_token(args, dtype, settings)

@@ -1,4 +1,4 @@
-"""What `mlx-llama3 doctor` found, for people."""
+"""The report of `mlx-llama3 doctor` as text."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,10 +8,10 @@ from app.machine.dispatches import MLX_LM
 STATES = {"used": "used", "slower": "slower", "failed": "failed", "absent": "not used"}
 
 
-def lines(found: dict[str, Any]) -> Iterator[str]:
-    """The whole report, line by line; found: as `doctor.examine` gives it."""
-    model = _model(found["model"]) if found["model"] else _no_model(found["error"])
-    for part in (_machine(found["machine"]), model, _kernels(found), _dispatches(found["dispatches"])):
+def lines(report: dict[str, Any]) -> Iterator[str]:
+    """The whole report, line by line; report: from `doctor.examine`."""
+    model = _model(report["model"]) if report["model"] else _no_model(report["error"])
+    for part in (_machine(report["machine"]), model, _kernels(report), _dispatches(report["dispatches"])):
         yield from part
         yield ""
     yield "For a bug report, copy all of this or attach what `mlx-llama3 doctor --json` prints, and add:"
@@ -30,7 +30,7 @@ def _machine(machine: dict[str, Any]) -> Iterator[str]:
 
 
 def _no_model(error: str | None) -> Iterator[str]:
-    yield f"model     none was looked at: {error or 'the demo model was never fetched; name another one with --model'}"
+    yield f"model     none was examined: {error or 'the demo model was never fetched; name another one with --model'}"
 
 
 def _model(model: dict[str, Any]) -> Iterator[str]:
@@ -39,7 +39,7 @@ def _model(model: dict[str, Any]) -> Iterator[str]:
     yield f"context   {model['context']} tokens at most"
     yield f"  {'cache':16}{'a token':>12}{'full context':>16}{'fits into memory':>24}"
     for cache in model["caches"]:
-        kind = "as it is" if cache["kv_bits"] is None else f"--kv-bits {cache['kv_bits']}"
+        kind = "full precision" if cache["kv_bits"] is None else f"--kv-bits {cache['kv_bits']}"
         if "error" in cache:
             yield f"  {kind:16}{cache['error']}"
             continue
@@ -47,8 +47,8 @@ def _model(model: dict[str, Any]) -> Iterator[str]:
         yield f"  {kind:16}{cache['bytes a token'] / 1000:9.1f} kB{_gb(cache['full context']):>16}{fits:>24}"
 
 
-def _kernels(found: dict[str, Any]) -> Iterator[str]:
-    kernels = dict(found["kernels"])
+def _kernels(report: dict[str, Any]) -> Iterator[str]:
+    kernels = dict(report["kernels"])
     yield f"kernels   MLX_LLAMA3_KERNELS is {kernels.pop('asked')}"
     for name, decision in kernels.items():
         yield f"  {name:16}{STATES[decision['state']]:10}{decision['reason']}"

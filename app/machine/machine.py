@@ -1,4 +1,4 @@
-"""What `doctor` and `bench` say about the machine."""
+"""The facts of the machine that `doctor` and `bench` report."""
 
 import importlib.util
 import os
@@ -17,10 +17,10 @@ import mlx.core as mx
 
 @dataclass(frozen=True)
 class Machine:
-    """Facts of this machine and process.
+    """The facts of a machine and process.
 
-    memory: bytes of all memory. available: bytes that a model may take. bandwidth: of the chip by Apple's
-    specification, 10**9 bytes a second; None if that is not known.
+    memory: bytes of physical memory. available: bytes that a model may use. bandwidth: the chip's memory bandwidth by
+    Apple's specification, in 10**9 bytes per second; None if it is not known.
     """
 
     chip: str
@@ -36,7 +36,7 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    """The facts of this one."""
+    """The facts of this machine."""
     chip = str(mx.device_info()["device_name"])
     return Machine(
         chip,
@@ -53,7 +53,7 @@ def this_machine() -> Machine:
 
 
 def mlx_lm_version() -> str | None:
-    """Of mlx-lm; None if it is not installed."""
+    """The version of mlx-lm; None if it is not installed."""
     try:
         return version("mlx-lm") if importlib.util.find_spec("mlx_lm") else None
     except PackageNotFoundError:

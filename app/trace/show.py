@@ -1,4 +1,4 @@
-"""A trace on the terminal: a heat map of layers by tokens, and a table by layer."""
+"""Shows a trace on the terminal: a heat map of layers by tokens, and a table of norms by layer."""
 
 import os
 import shutil
@@ -15,16 +15,16 @@ from mlx_llama3.trace.store import Trace, load_trace
 
 RESET = "\x1b[0m"
 SHADES = " .:-=+*#%@"
-LABEL = 5  # columns of the layer axis
-TICK = 10  # columns between two marks of the token axis
+LABEL = 5  # characters of the layer axis
+TICK = 10  # characters between two labels of the token axis
 MEASURED = ("attn_out", "mlp_out", "resid_post")
 
 
 def show(path: Path, point: str, tokens: slice) -> None:
-    """Print the trace in `path`: the norms of `point` as a picture, then a table.
+    """Print the trace in `path`: a heat map of the norms at `point`, then a table of mean norms.
 
-    Two layers share a line of half blocks where there is colour; else a layer is a line of shades.
-    Raises `UserError` for a file that is no trace and for an empty range of tokens.
+    With colour, a line of half blocks shows two layers; without, a line of characters shows one.
+    Raises `UserError` if the file is not a trace or `tokens` selects no position.
     """
     trace = load_trace(path)
     positions = range(len(trace.tokens))[tokens]
@@ -48,22 +48,22 @@ def _heading(trace: Trace) -> Iterator[str]:
 
 def _picture(trace: Trace, point: str, positions: range, width: int, coloured: bool) -> Iterator[str]:
     values = trace.norm(point)[:, positions.start : positions.stop]
-    each = -(-len(positions) // width)  # tokens that share a column
-    starts = np.arange(0, len(positions), each)
+    per_column = -(-len(positions) // width)  # tokens
+    starts = np.arange(0, len(positions), per_column)
     values = np.maximum.reduceat(values, starts, axis=1)  # (L, columns)
     level, low, high = _levels(values, has_first=positions.start == 0)
     yield f"{point}, L2 norm, logarithmic from {low:.3g} to {high:.3g}; layer 0 at the bottom" + (
-        f"; a column is the largest of {each} tokens" if each > 1 else ""
+        f"; a column is the largest of {per_column} tokens" if per_column > 1 else ""
     )
     if positions.start == 0:
-        yield "the first token, where attention rests, does not count for the scale"
+        yield "the first token, an attention sink, does not count for the scale"
     yield from _half_blocks(level) if coloured else _shades(level)
-    marks = (f"{positions.start + start * each:<{TICK}}" for start in range(0, len(starts), TICK))
+    marks = (f"{positions.start + start * per_column:<{TICK}}" for start in range(0, len(starts), TICK))
     yield " " * LABEL + "".join(marks)
 
 
 def _levels(values: np.ndarray, *, has_first: bool) -> tuple[np.ndarray, float, float]:
-    """0 to 1 on a logarithmic scale, NaN where the norm is 0, and the scale's ends."""
+    """(levels, low, high): levels from 0 to 1 on a logarithmic scale from low to high, NaN where a norm is 0."""
     counted = values[:, 1:] if has_first and values.shape[1] > 1 else values
     counted = counted[counted > 0]
     if not counted.size:
@@ -94,7 +94,7 @@ def _shades(level: np.ndarray) -> Iterator[str]:
 
 
 def _table(trace: Trace) -> Iterator[str]:
-    """Mean norms by layer without the first token, and where the stream is largest."""
+    """Mean norms by layer without the first token, and the token with the largest residual stream."""
     first = 1 if len(trace.tokens) > 1 else 0
     yield "layer" + "".join(f"{name:>12}" for name in MEASURED) + "  largest at   (means over all but the first token)"
     means = [trace.norm(name)[:, first:].mean(axis=1) for name in MEASURED]

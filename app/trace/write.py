@@ -1,4 +1,4 @@
-"""Answers one prompt and writes the trace of it."""
+"""Answers one prompt and writes its trace."""
 
 import sys
 from collections.abc import Sequence
@@ -11,7 +11,10 @@ from mlx_llama3.trace.running import run
 
 
 def write(request: AnswerRequest, out: Path, save: Sequence[str]) -> None:
-    """Answer on standard output, and write the trace with what `save` names beside the norms. Raises `UserError`."""
+    """Answer on standard output; write the trace to `out`, with the norms and the tensors named in `save`.
+
+    Raises `UserError`.
+    """
     opened, ids, settings = request.open()
     trace = run(opened.model, opened.tokenizer, ids, save=save, name=opened.name, on_step=_print_text, **settings)
     print()

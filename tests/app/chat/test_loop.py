@@ -1,4 +1,4 @@
-"""The chat in a pipe, its commands, and saved conversations, in this process; once with the demo model."""
+"""The chat in a pipe, its slash commands, and saved conversations; in this process, and once with the demo model."""
 
 import errno
 import io
@@ -14,7 +14,7 @@ import pytest
 from watched_model import WatchedModel
 
 from app import cli
-from app.chat import loop as chat
+from app.chat import loop
 from app.chat.pipe import Plain
 from app.chat.session import Chat
 from app.options.model import OpenModel
@@ -29,7 +29,7 @@ PARIS = "The capital of France is Paris."
 def talk(tokenizer, monkeypatch, capsys):
     """Run the chat on these lines with a tiny model that gives these replies; returns (code, output, errors)."""
     model = WatchedModel(vocab_size=tokenizer.vocab_size)
-    monkeypatch.setattr(chat, "open_model", lambda name: OpenModel("tiny", model, tokenizer))
+    monkeypatch.setattr(loop, "open_model", lambda name: OpenModel("tiny", model, tokenizer))
 
     def talk(*lines: str, replies: tuple[str, ...] = (), options: tuple[str, ...] = ()) -> tuple[int, str, str]:
         end = tokenizer.special_tokens["<|im_end|>"]
@@ -43,7 +43,7 @@ def talk(tokenizer, monkeypatch, capsys):
 
 
 def test_the_real_chat(demo_folder) -> None:
-    """The demo model in a process of its own, with what `make chat` would pass on."""
+    """The demo model in a subprocess, with standard input as `make chat` passes it on."""
     done = subprocess.run(
         [sys.executable, "-m", "app.cli", "chat"], input=f"{FRANCE}\n", capture_output=True, text=True, timeout=120
     )
@@ -142,16 +142,16 @@ def test_stats(talk) -> None:
 
 
 def test_a_quantized_cache_for_the_whole_chat(tokenizer, monkeypatch, capsys, tmp_path) -> None:
-    """--kv-bits holds through /undo, /save, /load, and /stats tells of it."""
+    """--kv-bits remains in effect after /undo, /save and /load; /stats shows it."""
     model = WatchedModel(vocab_size=tokenizer.vocab_size, head_dim=64)
-    monkeypatch.setattr(chat, "open_model", lambda name: OpenModel("tiny", model, tokenizer))
+    monkeypatch.setattr(loop, "open_model", lambda name: OpenModel("tiny", model, tokenizer))
     model.replies = [[*tokenizer.encode(PARIS), tokenizer.special_tokens["<|im_end|>"]] for _ in range(2)]
     file = tmp_path / "talk.json"
     lines = [FRANCE, "/stats", "/undo", FRANCE, f"/save {file}", f"/load {file}", "/stats"]
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("\n".join(lines).encode())))
     assert cli.main(["chat", "--kv-bits", "4"]) == 0
     shown = capsys.readouterr().out.splitlines()
-    # 168 dense positions of 2 * 2 heads of 64 numbers, and room for 256 records of 27 words for 2 heads.
+    # 168 dense positions of 2 * 2 heads of 64 numbers, and room for 256 packed positions of 27 words for 2 heads.
     size = 3 * (168 * 2 * 2 * 64 * 4 + 256 * 2 * 27 * 4) / 1e6
     assert shown[4] == f"cache: 45 tokens in {size:.1f} MB (keys in 8 bits, values in 4)"
     assert shown[-1] == "cache: 0 tokens in 0.0 MB (keys in 8 bits, values in 4)"
@@ -250,7 +250,7 @@ def test_what_a_loaded_file_does_not_say_stays_as_it_is(talk, tmp_path) -> None:
     assert out.startswith(f"loaded 0 messages from {file}; 0 of 100 tokens (0%)")
     table = dict(line.split(None, 1) for line in out.splitlines()[1:])
     assert (table["max_tokens"], table["overflow"], table["top_k"]) == ("9", "roll", "7")
-    assert table["temperature"] == "0.0"  # how the answers are made belongs to the file
+    assert table["temperature"] == "0.0"  # sampling settings come from the file
 
 
 def test_options_win_over_the_saved_settings(talk, tmp_path) -> None:
@@ -310,13 +310,13 @@ def test_a_damaged_file_is_named(talk, tmp_path) -> None:
 def test_a_base_model_is_refused_before_the_first_message(tokenizer, monkeypatch, capsys) -> None:
     base = Tokenizer(tokenizer.vocabulary, source="base")
     model = WatchedModel(vocab_size=base.vocab_size)
-    monkeypatch.setattr(chat, "open_model", lambda name: OpenModel("base", model, base))
+    monkeypatch.setattr(loop, "open_model", lambda name: OpenModel("base", model, base))
     assert cli.main(["chat"]) == 2
     assert capsys.readouterr().err.startswith("error: base: a base model without a chat template; ")
 
 
 class Pressed(Plain):
-    """A screen on which Ctrl-C has been pressed already."""
+    """A screen on which Ctrl-C is already pressed."""
 
     @contextmanager
     def answering(self):
@@ -329,11 +329,11 @@ def test_ctrl_c_while_the_prompt_is_read_stops_between_two_chunks(tokenizer, cap
     session = Chat("tiny", conversation, Pressed())
     session.answer(partial(conversation.send, "word " * 1500))
     assert conversation.messages == []
-    assert model.prompts == []  # the first chunk of 512 was fed, the head was never asked
+    assert model.prompts == []  # the first chunk of 512 was fed, the head was never run
     assert capsys.readouterr().err == "(stopped before the answer began; the message is not kept)\n"
     model.replies = [[*tokenizer.encode("Yes."), *tokenizer.stop_ids]]
     list(conversation.send("word " * 1500))
-    assert model.prompts[0] == 512 + conversation.fed  # what the first try had fed was not fed again
+    assert model.prompts[0] == 512 + conversation.fed  # the first attempt's chunk was not fed again
     assert conversation.messages[-1]["content"] == "Yes."
 
 

@@ -1,4 +1,4 @@
-"""The chat over a pseudo-terminal, as a person has it: a tiny model that is told what to say, once the demo model."""
+"""The chat over a pseudo-terminal, with a tiny model whose replies are given, and once with the demo model."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from prompt_toolkit.completion import CompleteEvent
 from prompt_toolkit.document import Document
 
 from app.chat.slash_commands import NAMES
-from app.chat.terminal import CommandCompleter, KeptHistory, Terminal
+from app.chat.terminal import CommandCompleter, Terminal, TolerantHistory
 
 ROOT = Path(__file__).parents[3]
 TINY_CHAT = ROOT / "tests" / "support" / "tiny_chat.py"
@@ -24,7 +24,7 @@ PROMPT = ">>>"
 
 @pytest.fixture
 def spawn(tmp_path, demo_folder):
-    """Start a chat whose model always gives this reply; its history lies in the test's own folder."""
+    """Starts a chat whose model always gives this reply; its history is in the test's folder."""
     children = []
 
     def spawn(reply: str = "Yes, indeed.", *options: str, **variables: str) -> pexpect.spawn:
@@ -48,14 +48,14 @@ def spawn(tmp_path, demo_folder):
 
 
 def ends(child: pexpect.spawn) -> int:
-    """The exit code of a child that leaves by itself."""
+    """Wait for the child's end; returns its exit code."""
     child.expect(pexpect.EOF)
     child.close()
     return child.exitstatus
 
 
 def sent(tmp_path: Path, child: pexpect.spawn) -> list[str]:
-    """The messages of the person so far, through `/save`."""
+    """The user's messages so far, read through `/save`."""
     file = tmp_path / "talk.json"
     child.send(f"/save {file}{ENTER}")
     child.expect("saved")
@@ -95,8 +95,8 @@ def test_ctrl_c_stops_the_answer_and_keeps_it_and_leaves_at_the_prompt(spawn, tm
     child.expect("tokens/s")
     child.send(f"/save {tmp_path / 'talk.json'}{ENTER}")
     child.expect("saved 2 messages")
-    kept = json.loads((tmp_path / "talk.json").read_text())["messages"][1]["content"]
-    assert kept.startswith("word0 word1") and len(kept) < len(LONG)
+    text = json.loads((tmp_path / "talk.json").read_text())["messages"][1]["content"]
+    assert text.startswith("word0 word1") and len(text) < len(LONG)
     child.expect("tokens/s")
     child.send(CTRL_C)
     assert ends(child) == 0
@@ -130,8 +130,8 @@ def test_ctrl_c_clears_a_line_first(spawn) -> None:
 
 def test_ctrl_c_while_loading_is_quiet(spawn) -> None:
     script = (
-        "import sys, time; from app import cli; from app.chat import loop as chat\n"
-        "chat.open_model = lambda name: print('!') or time.sleep(60)\n"
+        "import sys, time; from app import cli; from app.chat import loop\n"
+        "loop.open_model = lambda name: print('!') or time.sleep(60)\n"
     )
     child = spawn.start(["-c", script + "sys.exit(cli.main(['chat']))"], {})
     child.expect("!")
@@ -199,8 +199,8 @@ def test_the_history_outlives_the_chat(spawn, tmp_path) -> None:
     child.expect("top_k 7\r\n")
 
 
-def test_a_history_that_takes_no_more_is_remembered_in_the_chat(tmp_path) -> None:
-    history = KeptHistory(tmp_path / "removed" / "chat_history")
+def test_an_unwritable_history_lasts_for_the_chat(tmp_path) -> None:
+    history = TolerantHistory(tmp_path / "removed" / "chat_history")
     history.append_string("Hello")
     assert history.get_strings() == ["Hello"]
 
@@ -216,11 +216,11 @@ def test_without_a_place_for_the_history_the_chat_still_works(spawn, tmp_path) -
 def test_colours(spawn, variables, coloured) -> None:
     child = spawn(**variables)
     child.expect("0/4096")
-    seen = child.before + child.after
+    output = child.before + child.after
     child.send("/rest" + ENTER)
     child.expect("did you mean")
-    seen += child.before
-    colours = re.findall(r"\x1b\[[\d;]*3[1-7][\d;]*m|\x1b\[[\d;]*9[0-7][\d;]*m|\x1b\[[\d;]*[34]8;[\d;]*m", seen)
+    output += child.before
+    colours = re.findall(r"\x1b\[[\d;]*3[1-7][\d;]*m|\x1b\[[\d;]*9[0-7][\d;]*m|\x1b\[[\d;]*[34]8;[\d;]*m", output)
     assert bool(colours) == coloured
 
 

@@ -1,10 +1,10 @@
-"""The table of bandwidths, and what tells two chips of one name apart."""
+"""The table of bandwidths, and chips whose bandwidth depends on their GPU cores."""
 
 import subprocess
 
 import pytest
 
-from app.machine import apple_chips as chips
+from app.machine import apple_chips
 from app.machine.apple_chips import bandwidth, gpu_cores
 
 
@@ -30,12 +30,12 @@ def test_bandwidth(chip, cores, expected) -> None:
 
 def test_the_system_is_asked_only_where_the_name_does_not_tell(monkeypatch) -> None:
     asked = []
-    monkeypatch.setattr(chips, "gpu_cores", lambda: asked.append(1) or 40)
+    monkeypatch.setattr(apple_chips, "gpu_cores", lambda: asked.append(1) or 40)
     assert bandwidth("Apple M4 Pro") == 273
     assert not asked
     assert bandwidth("Apple M4 Max") == 546
     assert asked
-    monkeypatch.setattr(chips, "gpu_cores", lambda: None)
+    monkeypatch.setattr(apple_chips, "gpu_cores", lambda: None)
     assert bandwidth("Apple M4 Max") is None
 
 

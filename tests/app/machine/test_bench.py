@@ -1,4 +1,4 @@
-"""`mlx-llama3 bench`: the turns, the figures made of readings, the table, and the command itself on a small run."""
+"""`mlx-llama3 bench`: the alternation, the figures made of readings, the table, and one small run of the command."""
 
 import json
 import subprocess
@@ -20,7 +20,7 @@ from mlx_llama3.model.kernels.kernel_set import FUSED, REFERENCE
 from mlx_llama3.model.transformer import Transformer
 
 MAC = Machine("Apple M2 Pro", 16 * 10**9, 11 * 10**9, 200, "macOS 15", "3.12", "0.1.0", "0.32", "0.32.2", True)
-ASKED = {"name": "tiny", "prompt": 100, "tokens": 20, "rounds": 2}
+REQUEST = {"name": "tiny", "prompt": 100, "tokens": 20, "rounds": 2}
 
 
 def readings(*decode: float) -> list[dict[str, float]]:
@@ -37,22 +37,22 @@ def results() -> dict[str, list[dict]]:
 
 
 def test_medians_bandwidth_and_ratios() -> None:
-    found = summary(results(), MAC, ASKED, None)
-    kernels = found["ways"][KERNELS]
+    report = summary(results(), MAC, REQUEST, None)
+    kernels = report["ways"][KERNELS]
     assert (kernels["decode"], kernels["prefill"]) == (90, 900)
-    # 1 GB of weights and 110 positions of a cache of 1 MB each, 90 times a second, of 200 GB/s.
+    # 1 GB of weights and 110 positions of 1 MB in the cache, 90 times per second, of 200 GB/s.
     assert kernels["GB/s"] == pytest.approx(1.11 * 90)
     assert kernels["share"] == pytest.approx(1.11 * 90 / 200)
     assert [each["decode"] for each in kernels["readings"]] == [120, 120, 59, 61]
-    assert found["ratios"] == {
+    assert report["ratios"] == {
         "kernels / references": {"prefill": pytest.approx(1.2), "decode": pytest.approx(1.2)},
         "kernels / mlx-lm": {"prefill": pytest.approx(1.5), "decode": pytest.approx(1.5)},
     }
-    json.dumps(found)
+    json.dumps(report)
 
 
 def test_the_table() -> None:
-    shown = list(lines(summary(results(), MAC, ASKED, None)))
+    shown = list(lines(summary(results(), MAC, REQUEST, None)))
     assert shown[0] == "tiny on Apple M2 Pro: 100 tokens read, 20 written, tokens/s"
     assert shown[1].split() == ["read", "written", "GB/s", "of", "200", "GB/s"]
     assert shown[2].split() == ["kernels", "900.0", "90.0", "99.9", "50%"]
@@ -63,14 +63,14 @@ def test_the_table() -> None:
 
 def test_a_chip_without_a_specification_is_measured_against_a_copy() -> None:
     machine = Machine(**{**MAC.__dict__, "chip": "Apple M99", "bandwidth": None})
-    found = summary(results(), machine, ASKED, 333.0)
-    assert found["ways"][KERNELS]["share"] == pytest.approx(1.11 * 90 / 333)
-    assert "333 GB/s is what a plain copy moves here: no specification of this chip is known." in list(lines(found))
+    report = summary(results(), machine, REQUEST, 333.0)
+    assert report["ways"][KERNELS]["share"] == pytest.approx(1.11 * 90 / 333)
+    assert "333 GB/s is what a plain copy moves here: no specification of this chip is known." in list(lines(report))
 
 
 def test_without_kernels_it_is_one_way_and_says_where_to_look() -> None:
     alone = {"weights": {OURS: 10**9}, "cache": 0, "matrices": "", "kernels": {}, "readings": {OURS: readings(9, 9)}}
-    shown = list(lines(summary({OURS: [alone]}, MAC, ASKED | {"rounds": 1}, None)))
+    shown = list(lines(summary({OURS: [alone]}, MAC, REQUEST | {"rounds": 1}, None)))
     assert shown[2].split()[:3] == ["mlx-llama3", "90.0", "9.0"]
     assert "`mlx-llama3 doctor` says why" in shown[-1]
 
@@ -109,13 +109,13 @@ def test_kernels_and_references_take_turns_in_one_model(tiny, tmp_path, monkeypa
         tiny.kernels = REFERENCE
 
     monkeypatch.setattr(tiny, "use", use, raising=False)
-    found = bench_worker.ours(tmp_path, 16, 4, True)
+    result = bench_worker.ours(tmp_path, 16, 4, True)
     assert used == [REFERENCE, FUSED, FUSED, REFERENCE]
-    assert {way: len(each) for way, each in found["readings"].items()} == {KERNELS: 2, REFERENCES: 2}
-    assert all(each["prefill"] > 0 and each["decode"] > 0 for each in found["readings"][KERNELS])
-    # Not the embedding, of which a token reads a row; its head is another matrix.
-    assert found["weights"][KERNELS] == 4 * (320 * 64 + 3 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 96 * 64 + 128) + 64)
-    assert found["cache"] == 2 * 3 * 2 * 16 * 4
+    assert {variant: len(readings) for variant, readings in result["readings"].items()} == {KERNELS: 2, REFERENCES: 2}
+    assert all(each["prefill"] > 0 and each["decode"] > 0 for each in result["readings"][KERNELS])
+    # All but the untied embedding, of which a token reads one row.
+    assert result["weights"][KERNELS] == 4 * (320 * 64 + 3 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 96 * 64 + 128) + 64)
+    assert result["cache"] == 2 * 3 * 2 * 16 * 4
 
 
 def test_what_does_not_fit_is_refused(tiny, tmp_path) -> None:
@@ -128,23 +128,23 @@ def done(code: int, out: str = "", err: str = "") -> subprocess.CompletedProcess
 
 
 def test_mlx_lm_that_fails_is_left_out(monkeypatch, capsys) -> None:
-    asked = []
+    engines = []
 
     def run(command, **_):
-        asked.append(command[3])
-        return done(0, '{"x": 1}\n') if command[3] == OURS else done(1, "", "Traceback\nValueError: not known\n")
+        engines.append(command[4])
+        return done(0, '{"x": 1}\n') if command[4] == OURS else done(1, "", "Traceback\nValueError: not known\n")
 
     monkeypatch.setattr(subprocess, "run", run)
     assert bench._rounds([OURS, THEIRS], "folder", 8, 2, 3) == {OURS: [{"x": 1}] * 3}
-    assert asked == [OURS, THEIRS, OURS, OURS]
+    assert engines == [OURS, THEIRS, OURS, OURS]
     assert capsys.readouterr().err == "mlx-lm is left out, it failed: ValueError: not known\n"
 
 
 def test_engines_take_turns(monkeypatch) -> None:
-    asked = []
-    monkeypatch.setattr(bench, "_work", lambda engine, words: asked.append((engine, words[-1])) or {})
+    runs = []
+    monkeypatch.setattr(bench, "_work", lambda engine, arguments: runs.append((engine, arguments[-1])) or {})
     bench._rounds([OURS, THEIRS], "folder", 8, 2, 2)
-    assert asked == [(OURS, "0"), (THEIRS, "0"), (THEIRS, "1"), (OURS, "1")]
+    assert runs == [(OURS, "0"), (THEIRS, "0"), (THEIRS, "1"), (OURS, "1")]
 
 
 def test_faults_of_a_worker(monkeypatch) -> None:
@@ -167,11 +167,11 @@ def test_the_real_command(demo_folder, tmp_path) -> None:
     run = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert (run.returncode, run.stderr) == (0, "")
     assert run.stdout.startswith(demo_folder.name)
-    found = json.loads(file.read_text(encoding="utf-8"))
-    way = found["ways"].get(KERNELS) or found["ways"][OURS]
-    assert len(way["readings"]) == 2 and way["decode"] > 0
-    # The demo model's head is its embedding, so that all weights count.
-    assert way["GB/s"] / way["decode"] * 1e9 == pytest.approx(134_515_008 * 4 + 9 * 30 * 2 * 3 * 64 * 4)
+    report = json.loads(file.read_text(encoding="utf-8"))
+    variant = report["ways"].get(KERNELS) or report["ways"][OURS]
+    assert len(variant["readings"]) == 2 and variant["decode"] > 0
+    # The demo model's head is tied to its embedding, so all weights count.
+    assert variant["GB/s"] / variant["decode"] * 1e9 == pytest.approx(134_515_008 * 4 + 9 * 30 * 2 * 3 * 64 * 4)
 
 
 @pytest.mark.parametrize(
@@ -203,13 +203,13 @@ def test_readings_are_neither_lost_with_their_file_nor_with_their_reader(tmp_pat
     monkeypatch.setattr(bench, "find_model", lambda name: ("tiny", tmp_path))
     monkeypatch.setattr(bench, "_rounds", lambda *_: {})
     monkeypatch.setattr(bench, "summary", lambda *_: {"read": 1.0})
-    monkeypatch.setattr(bench, "lines", lambda found: ["the table"])
+    monkeypatch.setattr(bench, "lines", lambda report: ["the table"])
     if Path("/dev/full").exists():
         assert cli.main(["bench", "--json", "/dev/full"]) == 2
         shown = capsys.readouterr()
         assert shown.out == "the table\n" and "/dev/full: cannot be written: No space left on device" in shown.err
 
-    def left(found):
+    def left(report):
         raise BrokenPipeError
 
     monkeypatch.setattr(bench, "lines", left)

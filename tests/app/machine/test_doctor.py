@@ -1,4 +1,4 @@
-"""`mlx-llama3 doctor`: what it finds of a machine and a model, for people and as JSON."""
+"""`mlx-llama3 doctor`: the report on a machine and a model, as text and as JSON."""
 
 import json
 
@@ -30,15 +30,15 @@ def run(monkeypatch, capsys):
     return run
 
 
-def test_what_is_found_is_true(run) -> None:
+def test_the_report_is_true(run) -> None:
     code, out, err = run("--model", "tiny", "--json")
     assert (code, err) == (0, "")
-    found = json.loads(out)
-    assert list(found) == ["machine", "model", "error", "kernels", "dispatches"]
-    assert found["machine"]["mlx"] == mx.__version__
-    assert found["machine"]["memory"] >= found["machine"]["available"] > 10**8
-    model = found["model"]
-    # Embedding and head; four matrices of attention, three of the feed-forward and two norms a layer; the last norm.
+    report = json.loads(out)
+    assert list(report) == ["machine", "model", "error", "kernels", "dispatches"]
+    assert report["machine"]["mlx"] == mx.__version__
+    assert report["machine"]["memory"] >= report["machine"]["available"] > 10**8
+    model = report["model"]
+    # Embedding and head; per layer four matrices of attention, three of the feed-forward and two norms; the final norm.
     weights = 2 * 320 * 64 + 3 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 96 * 64 + 2 * 64) + 64
     assert (model["name"], model["weights"], model["dtype"]) == ("tiny", 4 * weights, "float32")
     plain = model["caches"][0]
@@ -49,7 +49,7 @@ def test_what_is_found_is_true(run) -> None:
         "fits": 512,
     }
     assert [cache["kv_bits"] for cache in model["caches"]] == [None, 8, 4]
-    assert "heads" in model["caches"][1]["error"]  # of 16 are too narrow for a cache in fewer bits
+    assert "heads" in model["caches"][1]["error"]  # heads of 16 are too narrow for a quantized cache
 
 
 def test_a_cache_in_fewer_bits_holds_more(run, monkeypatch) -> None:
@@ -63,13 +63,13 @@ def test_a_cache_in_fewer_bits_holds_more(run, monkeypatch) -> None:
     assert four["fits"] > eight["fits"] and four["full context"] < eight["full context"] < plain["full context"]
 
 
-def test_for_people(run) -> None:
+def test_the_text(run) -> None:
     code, out, err = run("-m", "tiny")
     assert (code, err) == (0, "")
     lines = out.splitlines()
     assert lines[0].startswith("mlx-llama3 0.1.0, MLX ")
     assert "model     tiny: 3 layers of width 64, computed in float32" in lines
-    assert any(line.split() == ["as", "it", "is", "0.8", "kB", "0.00", "GB", "all"] for line in lines)
+    assert any(line.split() == ["full", "precision", "0.8", "kB", "0.00", "GB", "all"] for line in lines)
     assert max(map(len, lines)) <= 120
     assert "mlx-llama3 doctor --json" in lines[-2]
 
@@ -94,10 +94,10 @@ def test_the_kernels_of_a_mac(run, monkeypatch) -> None:
     assert "  add_rms_norm    used      one token: 0.71 of the reference's time (±0.01)" in lines
     assert "  rope_qkv        slower    one token: 1.20 of the reference's time (±0.01)" in lines
     assert "  swiglu_qmv      failed    one token: output 0 holds NaN or infinity" in lines
-    found = json.loads(run("-m", "tiny", "--json")[1])
-    assert found["kernels"]["rope_qkv"] == {"state": "slower", "reason": decisions["rope_qkv"].reason, "ratio": 1.2}
-    sums = {column: sum(row[column] for row in found["dispatches"]) for column in ("references", "kernels", "in use")}
-    assert sums["kernels"] <= 10  # what the project promises
+    report = json.loads(run("-m", "tiny", "--json")[1])
+    assert report["kernels"]["rope_qkv"] == {"state": "slower", "reason": decisions["rope_qkv"].reason, "ratio": 1.2}
+    sums = {column: sum(row[column] for row in report["dispatches"]) for column in ("references", "kernels", "in use")}
+    assert sums["kernels"] <= 10  # the limit that the project promises
     assert sums["kernels"] < sums["in use"] == sums["references"] - 2  # two adds are part of two norms
 
 
@@ -106,7 +106,7 @@ def test_without_a_model_the_rest_is_shown(run, monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(doctor, "open_model", lambda name: pytest.fail(f"{name} was opened"))
     code, out, _ = run()
     assert code == 0
-    assert "model     none was looked at: the demo model was never fetched; name another one with --model" in out
+    assert "model     none was examined: the demo model was never fetched; name another one with --model" in out
     assert "dispatches of a layer" in out
     assert json.loads(run("--json")[1])["model"] is None
 
@@ -123,7 +123,7 @@ def test_a_model_that_does_not_load_is_part_of_the_report(run, monkeypatch) -> N
     monkeypatch.setattr(doctor, "open_model", broken)
     code, out, err = run("-m", "x")
     assert (code, err) == (2, "")
-    assert "none was looked at: x: tensor model.norm.weight holds NaN or infinity" in out
+    assert "none was examined: x: tensor model.norm.weight holds NaN or infinity" in out
     code, out, _ = run("-m", "x", "--json")
     assert code == 2 and json.loads(out)["error"].startswith("x: tensor")
 

@@ -1,4 +1,4 @@
-"""`mlx-llama3 trace`: what it writes against plain generation, what it shows against what was written, bad input."""
+"""`mlx-llama3 trace`: its files match plain generation, `--show` matches the file, and bad input is refused."""
 
 import io
 import json
@@ -24,7 +24,7 @@ QUESTION = GOLDEN["messages"][0]["content"]
 
 @pytest.fixture
 def run(opened, monkeypatch, capsys):
-    """Run a command in this process with the model that is loaded already; returns (code, output, errors)."""
+    """Run a command in this process with the loaded model; returns (code, output, errors)."""
     monkeypatch.setattr("app.options.request.open_model", lambda name: opened)
 
     def run(*words: object) -> tuple[int, str, str]:
@@ -36,7 +36,7 @@ def run(opened, monkeypatch, capsys):
 
 @pytest.fixture
 def written(tmp_path) -> Path:
-    """A small trace: 3 layers, 5 tokens, norms that are all different, the first token far above."""
+    """A small trace: 3 layers, 5 tokens, all norms different, those of the first token far above the others."""
     norms = np.arange(5 * 3 * 5, dtype=np.float32).reshape(5, 3, 5) + 1
     norms[:, :, 0] = 5000
     pieces = ["<s>", "a", "\x1b[31m", "b\n", "c"]
@@ -53,7 +53,7 @@ def test_the_answer_is_that_of_generate_and_its_norms_are_the_recorded_ones(run,
     trace = load_trace(out)
     assert trace.tokens.tolist() == GOLDEN["prompt_ids"] + GOLDEN["new_ids"][:3]
     at = len(GOLDEN["prompt_ids"]) - 1
-    # The record has the stream before each layer at the last prompt token; 0.5 %.
+    # The reference has the stream before each layer at the last prompt token; tolerance 0.5 %.
     assert trace.norm("resid_pre")[:, at] == pytest.approx(GOLDEN["residual_norms_last_token"], rel=5e-3)
     assert set(trace.extra) == {f"attention/{layer}" for layer in range(30)}
     assert trace.extra["attention/7"].shape == (9, at + 4, at + 4)
@@ -74,7 +74,7 @@ def test_an_edit_reaches_the_model(run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--scale", "3:norm=0", "--out", "t"], "'3:norm=0' is not LAYER:BRANCH=FACTOR"),
         (["--scale", "3:mlp=x", "--out", "t"], "'x' is not a number"),
@@ -89,11 +89,11 @@ def test_an_edit_reaches_the_model(run, tmp_path):
         (["--prompt", "a", "--out", "t", "--scale", "30:mlp=0"], "layers 0 to 29"),
     ],
 )
-def test_refused(run, words, said, tmp_path, monkeypatch):
+def test_refused(run, words, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code, out, err = run("trace", *words)
     assert (code, out) == (2, "")
-    assert said in err and err.count("\n") == 1
+    assert message in err and err.count("\n") == 1
     assert not list(tmp_path.iterdir())
 
 
@@ -103,7 +103,7 @@ def test_shown_without_colour(run, written):
     assert (code, err) == (0, "")
     assert lines[0] == "tiny: 5 tokens, 3 layers;"
     assert lines[1] == "also holds logits (5, 7)"
-    # Of attn_out 16 + 5 * layer + token; the first token is out of the scale.
+    # The norms of attn_out are 16 + 5 * layer + token; the first token does not count for the scale.
     assert lines[3].startswith("attn_out, L2 norm, logarithmic from 17 to 30; layer 0 at the bottom")
     assert [line.split()[0] for line in lines[5:8]] == ["2", "1", "0"]
     assert lines[5].endswith("@") and lines[7][5:7] == "@."
@@ -122,7 +122,7 @@ def test_a_token_cannot_steer_the_terminal(run, written):
 
 
 def test_many_tokens_share_columns(run, tmp_path, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "46")  # 40 for tokens
+    monkeypatch.setenv("COLUMNS", "46")  # 40 of them for tokens
     norms = np.ones((5, 2, 100), np.float32)
     norms[:, 1, 50] = 7
     path = tmp_path / "t.safetensors"
@@ -138,9 +138,9 @@ def test_many_tokens_share_columns(run, tmp_path, monkeypatch):
 
 
 def drained(reader: int) -> bytes:
-    """All that was written to a terminal whose other end is closed; one read may give a part of it."""
+    """All output of a terminal whose other end is closed; a single read may return only a part of it."""
     out = b""
-    with suppress(OSError), os.fdopen(reader, "rb", buffering=0) as terminal:  # Linux tells of the end by an error
+    with suppress(OSError), os.fdopen(reader, "rb", buffering=0) as terminal:  # Linux signals the end by an error
         while piece := terminal.read(65536):
             out += piece
     return out
