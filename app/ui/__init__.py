@@ -1,4 +1,4 @@
-"""The desktop UI: a page that Gradio serves on this machine only.
+"""The desktop UI: a page that Gradio serves to this machine only.
 
-This face stays empty: what is needed is imported from its file.
+This face stays empty: code imports from the files.
 """

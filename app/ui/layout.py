@@ -1,4 +1,4 @@
-"""The whole page: top bar, chat on the left, views on the right, drawers; and what happens when it is opened."""
+"""The layout of the page: top bar, chat on the left, views on the right, drawers; and its events."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,7 +37,7 @@ def build(
     draft: Drafting | None = None,
     cache_settings: CacheSettings | None = None,
 ) -> gr.Blocks:
-    """The page. `model` is loaded when it is first opened; `draft` and `cache_settings` are for every model."""
+    """The page. It loads `model` when it is first opened; `draft` and `cache_settings` apply to every model."""
     with gr.Blocks(title=TITLE, analytics_enabled=False, fill_height=True, fill_width=True) as page:
         services = Services(engine, Sessions(cache_settings or DEFAULT), gr.State(None), gr.State(0))
         with gr.Column(elem_id="page"):
@@ -51,7 +51,7 @@ def build(
                 gr.Button("?", elem_id="show-keys", size="sm")
             with gr.Row(elem_id="main"):
                 with gr.Column(elem_id="chat-column"):
-                    conversations = conversations_panel.build()
+                    chooser = conversations_panel.build()
                     chat = chat_panel.build(gauge)
                 with gr.Column(elem_id="views-column"):
                     live = tabs.build(services)
@@ -60,17 +60,17 @@ def build(
                 with _drawer("convert-drawer", "Convert a checkpoint"):
                     convert = convert_panel.build()
         gr.HTML(_KEYS)
-        shown = conversations_panel.connect(conversations, chat, settings, services)
+        conversations = conversations_panel.connect(chooser, chat, settings, services)
         for answered in chat_panel.connect(chat, services, settings, live.heat):
-            answered.then(shown.listed, [services.session_id], [conversations.chooser], **QUICK)
+            answered.then(conversations.listed, [services.session_id], [chooser.chooser], **QUICK)
         convert_panel.connect(convert, converter, models)
-        models_panel.connect(models, models_panel.Loader(services, model, draft), shown, page, MODEL_QUEUE)
+        models_panel.connect(models, models_panel.Loader(services, model, draft), conversations, page, MODEL_QUEUE)
     return page
 
 
 @contextmanager
 def _drawer(elem_id: str, title: str) -> Iterator[None]:
-    """A column that lies over the views while it is open; page.js opens and closes it."""
+    """A column that covers the views while it is open; page.js opens and closes it."""
     with gr.Column(elem_id=elem_id, elem_classes="drawer"):
         with gr.Row(elem_classes="drawer-head"):
             gr.HTML(f"<h2>{title}</h2>")

@@ -1,7 +1,7 @@
-"""What keeps other machines and other sites' pages away from the server of the page.
+"""Middleware that refuses requests of other machines and of other sites' pages.
 
-Gradio by itself answers a foreign `Host` (a name that an attacker points at 127.0.0.1) and runs what a foreign page
-posts as plain text, which no browser asks leave for.
+Gradio alone answers any `Host` header (DNS rebinding: an attacker's name for 127.0.0.1), and runs what another site's
+page posts as plain text, which browsers send without a CORS preflight.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 HOSTS = ["127.0.0.1", "localhost"]
-# Gradio's page has inline scripts and makes functions from text; all of it comes from this server.
+# Gradio's page needs inline scripts and `eval`; every resource comes from this server.
 POLICY = "; ".join(
     [
         "default-src 'self'",
@@ -40,19 +40,19 @@ HEADERS = {
 
 
 def middleware() -> list[Middleware]:
-    """For FastAPI, the outermost first."""
+    """The middleware for FastAPI, outermost first."""
     return [Middleware(TrustedHostMiddleware, allowed_hosts=HOSTS, www_redirect=False), Middleware(SameOrigin)]
 
 
 class SameOrigin:
-    """Refuses what a browser sends for another site's page, and tells it to let no other site show this one."""
+    """Refuses requests that a browser sends for another site's page, and adds `HEADERS` to every response."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
-        if scope["type"] == "websocket":  # Gradio uses none, and browsers let any page open one
+        """Handle one ASGI request."""
+        if scope["type"] == "websocket":  # Gradio uses none, and browsers let pages of any site open one
             await send({"type": "websocket.close", "code": 1008})
             return
         if scope["type"] != "http":
@@ -78,6 +78,6 @@ def _is_foreign(scope: dict[str, Any]) -> bool:
         return True
     if headers.get("sec-fetch-site", "none") in ("none", "same-origin"):
         return False
-    # A link elsewhere may lead here, to the page as a whole; nothing is done by that.
+    # A link on another site may open the page itself: that changes nothing.
     is_link = scope["method"] == "GET" and headers.get("sec-fetch-mode") == "navigate"
     return not (is_link and headers.get("sec-fetch-dest") == "document" and scope["path"] == "/")

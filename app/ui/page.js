@@ -1,4 +1,4 @@
-// The page's own keys, drawers and theme. Gradio draws its components anew, so events are caught at the document.
+// The page's keys, drawers and theme. Gradio recreates its components, so the listeners are on the document.
 (() => {
   const byId = (id) => document.getElementById(id);
   const inner = (id, what) => document.querySelector(`#${id} ${what}, ${what}#${id}`);
@@ -70,13 +70,13 @@
     }
   });
 
-  // Gradio sets the class once more while it starts.
+  // Retried until Gradio has created all elements; it also sets the theme's class itself while it starts.
   function settle() {
     const drawers = Object.values(DRAWERS).map(byId);
     const others = ["theme", "show-keys", "composer", ...Object.keys(DRAWERS)].map(byId);
     if ([...drawers, ...others].includes(null)) return false;
     const headings = drawers.map((drawer) => drawer.querySelector("h2"));
-    if (headings.includes(null)) return false; // a drawer comes before what is in it
+    if (headings.includes(null)) return false; // a drawer is created before its content
     setTheme(chosenTheme());
     drawers.forEach((drawer, i) => {
       drawer.setAttribute("role", "region");

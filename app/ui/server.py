@@ -1,4 +1,4 @@
-"""The server of the page, for this machine alone: nothing leaves it, and no other site's page may use it."""
+"""The server of the page. It serves this machine only, sends nothing elsewhere, and refuses other sites' pages."""
 
 import os
 from collections.abc import Iterator
@@ -25,11 +25,10 @@ FIRST_PORT, PORTS = 7860, 100
 def serving(
     model: str, port: int | None, draft: "Drafting | None" = None, cache_settings: "CacheSettings | None" = None
 ) -> Iterator[str]:
-    """Serve the page while the block runs; gives its address. `model` is loaded when it is first opened.
+    """Serve the page while the block runs; yields its address. The page loads `model` when it is first opened.
 
-    draft: what drafts the answers. cache_settings: how conversations are remembered.
-
-    Raises `UserError` if the port is taken (None: the first free one from 7860 on).
+    port: None takes the first free one from 7860 on. draft: the speculative decoding of all answers. cache_settings: of
+    the key-value caches of all conversations. Raises `UserError` if the port is taken.
     """
     engine = Engine()
     with TemporaryDirectory(prefix="mlx-llama3-") as uploads, _environment(uploads):
@@ -47,12 +46,12 @@ def serving(
 
 
 def _launch(page: "gr.Blocks", port: int | None) -> str:
-    """Start the server in threads of its own; returns the page's address."""
+    """Start the server in background threads; returns the page's address."""
     import gradio as gr
 
     from app.ui.theme import theme
 
-    # Every option by name: where one is left out, an environment variable may decide.
+    # All options are given: an environment variable may set one that is left out.
     page.queue(api_open=False, default_concurrency_limit=4, max_size=64)
     try:
         _, address, _ = page.launch(
@@ -83,8 +82,8 @@ def _launch(page: "gr.Blocks", port: int | None) -> str:
             head=f"<script>{_file('page.js')}</script>",
         )
     except OSError:
-        where = f"port {port} is" if port else f"the ports from {FIRST_PORT} to {FIRST_PORT + PORTS - 1} are"
-        raise UserError(f"{where} taken: give another one with --port") from None
+        taken = f"port {port} is" if port else f"the ports from {FIRST_PORT} to {FIRST_PORT + PORTS - 1} are"
+        raise UserError(f"{taken} taken: give another one with --port") from None
     gr.set_static_paths([])
     return address
 
@@ -95,16 +94,16 @@ def _file(name: str) -> str:
 
 @contextmanager
 def _environment(uploads: str) -> Iterator[None]:
-    """What must stand in the environment before Gradio is imported, and may not stand there."""
+    """Set the environment variables for Gradio, and remove the user's; Gradio must be imported after this."""
     for name in [name for name in os.environ if name.startswith("GRADIO_")]:
         del os.environ[name]
     os.environ |= {
         "GRADIO_ANALYTICS_ENABLED": "False",
         "HF_HUB_DISABLE_TELEMETRY": "1",
-        "GRADIO_TEMP_DIR": uploads,  # else a folder with a known name, which all users of the machine share
+        "GRADIO_TEMP_DIR": uploads,  # Gradio's default has a known name and is shared by all users of the machine
         "GRADIO_NUM_PORTS": str(PORTS),
     }
-    # Gradio asks its own server at start; a proxy of the network must not be asked instead.
+    # Gradio sends a request to its own server at start, which must not go to a proxy.
     for name in ("no_proxy", "NO_PROXY"):
         os.environ[name] = ",".join(filter(None, [os.environ.get(name), HOST, "localhost"]))
     yield

@@ -1,10 +1,10 @@
-"""The page's colours and type: quiet greys, one accent, the system's own fonts (none is fetched)."""
+"""The page's colours and fonts: greys, one accent colour, and system fonts, so that none is downloaded."""
 
 import gradio as gr
 
 
 def theme() -> gr.themes.Base:
-    """For `launch`."""
+    """The theme for Gradio's `launch`."""
     return gr.themes.Base(
         primary_hue=gr.themes.colors.indigo,
         neutral_hue=gr.themes.colors.slate,

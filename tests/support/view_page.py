@@ -1,4 +1,4 @@
-"""The views alone on a page of their own, with the UI's real services and any model, for tests in a browser."""
+"""A page with the views only, the UI's real services and any model, for tests in a browser."""
 
 import threading
 import time
@@ -12,21 +12,21 @@ import gradio as gr
 import numpy as np
 
 from app.options.model import OpenModel
-from app.ui.heat_map import heat_map as heat
+from app.ui.heat_map import heat_map
 from app.ui.session.mlx_thread import Engine
 from app.ui.session.services import Services
-from app.ui.session.session import Asked, Session, Sessions
+from app.ui.session.session import ChatRequest, Session, Sessions
 from app.ui.theme import theme
 from app.ui.views import tabs
 from mlx_llama3.trace.store import Trace
 
 QUESTION = "What is the capital of France?"
-# The data of the heat map with this element id, or the whole of it for the tests that look into its state.
+# A JavaScript function: element id -> the heat map's element, which has `heatData`.
 HEAT = "(id) => [...document.querySelectorAll(`#${id}, #${id} *`)].find((each) => each.heatData)"
 
 
 class ViewPage:
-    """`address` of the page, and the `session` that a tab opened now will show."""
+    """The served page. address: its URL. session: the one that a newly opened tab shows."""
 
     def __init__(self, load: Callable[[], OpenModel]) -> None:
         self.engine, self.sessions = Engine(), Sessions()
@@ -60,14 +60,14 @@ class ViewPage:
         )
 
     def new_session(self) -> Session:
-        """Another session, which tabs opened from now on will show."""
+        """Create another session for tabs that are opened from now on."""
         self.session = self.engine.run(self.sessions.add)
         return self.session
 
     def say(self, text: str, **options: object) -> None:
-        """Have the session answer, and wait for it."""
-        asked = Asked(partial(self.session.send, text), [], text)
-        self.engine.run(lambda: list(self.session.answer(asked, **options)))
+        """Send a message to the session, and wait for the answer."""
+        request = ChatRequest(partial(self.session.send, text), [], text)
+        self.engine.run(lambda: list(self.session.answer(request, **options)))
 
     def close(self) -> None:
         """Stop the server and the model's thread."""
@@ -78,8 +78,8 @@ class ViewPage:
 class Source:
     """A stand-in for a model: a trace of 30 layers that grows in real time.
 
-    `begin` tokens are there at the start; then come `tokens` more, `speed` a second, in yields of at most 12 a second,
-    as the chat has them. `late`: as if the page had not been told of the first ones.
+    It starts with `begin` tokens, then grows by `tokens` more, `speed` per second, yielded at most 12 times per second,
+    as the chat does. late: the first tokens are not sent to the page.
     """
 
     def __init__(self) -> None:
@@ -87,10 +87,12 @@ class Source:
         self.trace: Trace | None = None
 
     def stream(self) -> Iterator[dict]:
-        """What the chat's generator yields for the heat map."""
+        """The values that the chat would yield for the heat map."""
         random = np.random.default_rng(0)
         norms = random.lognormal(4, 1, (5, 30, self.begin + self.tokens)).astype(np.float32)
-        trace = self.trace = Trace.empty("stand-in", 30)  # kept, as a session keeps its own: the page may ask for more
+        trace = self.trace = Trace.empty(
+            "stand-in", 30
+        )  # a reference, as in a session: the page may request missing rows
         trace.extend(range(self.begin), [f" word{i}" for i in range(self.begin)], norms[..., : self.begin])
 
         def grow() -> None:
@@ -103,15 +105,15 @@ class Source:
         thread.start()
         sent = self.begin if self.late else 0
         while sent < self.begin + self.tokens:
-            value = heat.payload(trace, sent)
+            value = heat_map.payload(trace, sent)
             if value["tokens"]:
                 sent += len(value["tokens"])
                 yield value
             time.sleep(1 / 12)
 
 
-def held(page: Any, elem_id: str = "live-heat") -> np.ndarray:
-    """All values of a canvas, `(points, rows, columns)`."""
+def canvas_values(page: Any, elem_id: str = "live-heat") -> np.ndarray:
+    """All values of a canvas, float32 `(points, rows, columns)`."""
     values = page.evaluate(
         f"(() => {{ const d = ({HEAT})('{elem_id}').heatData;"
         "return [d.rows, d.count, Array.from(d.values.subarray(0, d.size * d.count))]; })()"
@@ -121,10 +123,10 @@ def held(page: Any, elem_id: str = "live-heat") -> np.ndarray:
 
 
 def click(page: Any, row: int, column: int, rows: int = 30, elem_id: str = "live-heat") -> None:
-    """Click into the middle of a cell of a heat map with tokens below.
+    """Click into the middle of a cell of a heat map that has token labels.
 
-    A mouse can reach it, which is tried first. The click itself is made in the page: on a busy machine its layout may
-    still change between a look at it and a mouse's click.
+    A trial click checks that the mouse can reach the canvas. The click itself is a script's event, because on a busy
+    machine the layout may change between locating the cell and the mouse's click.
     """
     page.locator(f"#{elem_id} canvas").click(trial=True)
     page.evaluate(
@@ -142,7 +144,7 @@ def click(page: Any, row: int, column: int, rows: int = 30, elem_id: str = "live
 
 @contextmanager
 def view_page(load: Callable[[], OpenModel]) -> Iterator[ViewPage]:
-    """A page while the block runs, with what `load` gives on the engine's thread."""
+    """Serve the page while the block runs; `load` is called on the engine's thread."""
     page = ViewPage(load)
     try:
         yield page

@@ -1,4 +1,4 @@
-"""The heat map of norms, layers by tokens: the Python that feeds it, its scripts and its style.
+"""The heat map of norms, layers by tokens: its values in Python, its scripts and its style.
 
-This face stays empty: what is needed is imported from its file.
+This face stays empty: code imports from the files.
 """

@@ -1,4 +1,4 @@
-// Part of heat.js: the switches above the picture, the picture as a file, and the start.
+// Part of heat.js: the switches above the picture, saving it as a file, and the start-up code.
 
 function control(kind, text, title, checked, act) {
   const label = document.createElement("label"), input = document.createElement("input");
@@ -37,7 +37,7 @@ function controls() {
   find("newest").addEventListener("click", () => { view.follow = true; redraw(); });
 }
 
-// The whole picture, not only what is in view; a canvas may be 16,384 pixels wide.
+// Saves the whole picture, not only the visible part; a canvas may be at most 16,384 pixels wide.
 function savePng() {
   if (!data.count) return;
   const cell = Math.max(1, Math.min(view.width, Math.floor(15000 / data.count))), head = 44;

@@ -1,17 +1,17 @@
-// Part of heat.js: what the canvas holds, and the scale of it.
+// Part of heat.js: the values of the canvas, and their colour scale.
 
 function receive(value) {
   if (!value) return;
   data.model = value.model || "";
   if (value.trace !== data.trace || value.layers !== data.rows) reset(value);
-  // What the person is just selecting is newer than what the server knows.
+  // A selection that is being made in the page is newer than the server's.
   if (value.selected !== undefined && triggering === null) wanted = value.selected;
   if (value.from > data.count) return pull();
   if (value.from < data.count) truncate(value.from);
   append(value);
 }
 
-// The canvas has missed something (a merged update, a tab opened late): it asks for the rest.
+// Fetches missing rows (after a merged update, or in a tab that was opened late).
 async function pull() {
   if (pulling) {
     again = true;
@@ -20,7 +20,7 @@ async function pull() {
   pulling = true;
   try {
     const value = await server.heat_rows({ trace: data.trace, from: data.count });
-    // Meanwhile another trace may have begun.
+    // Another trace may have started meanwhile.
     if (value && value.trace === data.trace && value.from <= data.count) receive(value);
   } finally {
     pulling = false;
@@ -62,7 +62,7 @@ function append(value) {
   }
   data.count += added;
   measure(start);
-  // A cell that the server selects, once its token is here.
+  // Applies the server's selection once its token is here.
   if (wanted === null || (wanted && wanted[1] < data.count)) {
     select(wanted && { row: wanted[0], column: wanted[1] }, false);
     wanted = undefined;
@@ -70,7 +70,7 @@ function append(value) {
   redraw();
 }
 
-// Smallest positive and largest magnitude of each (point, row); the first token apart, for it dwarfs all others.
+// Smallest positive and largest magnitude of each (point, row). The first token is separate: it dwarfs all others.
 function freshRanges() {
   const size = data.size;
   return { low: new Float32Array(size).fill(Infinity), high: new Float32Array(size), first: new Float32Array(size) };
@@ -89,7 +89,7 @@ function measure(start) {
   }
 }
 
-// The scale's ends for one row, or for all rows of the point.
+// The ends of the scale for one row, or for all rows of the point.
 function range(row) {
   const start = view.point * data.rows;
   let low = Infinity, high = 0;
@@ -105,7 +105,7 @@ function range(row) {
   return { low: Number.isFinite(low) ? low : 0, high };
 }
 
-// 0 to 1 along the colours; NaN where there is nothing to draw.
+// The place on the colour scale, 0 to 1; NaN if there is nothing to draw.
 function level(value, ends) {
   if (!Number.isFinite(value)) return NaN;
   if (config.signed) return ends.high ? 0.5 + value / (2 * ends.high) : 0.5;

@@ -1,9 +1,9 @@
-"""The heat map: layers by tokens on a canvas, fed with what is new. Its script and style lie beside it.
+"""The heat map: layers by tokens on a canvas that receives only new rows. Its scripts and style are in this folder.
 
 A value is a delta `{trace, model, layers, from, rows, tokens, ids}`: rows from position `from` on, base64 of
-little-endian float32 `[token, point, layer]`. The canvas keeps what it was sent; if it misses something, it asks the
-server for the rest. float32 and not less: what is read off the picture is what the model gave, and norms of an
-attention sink can be beyond float16.
+little-endian float32 `[token, point, layer]`. The canvas stores all rows; it requests missing ones from the server.
+The values are float32 because the norms of an attention sink can exceed float16, and because a tooltip shows the
+model's exact value.
 """
 
 import base64
@@ -21,13 +21,13 @@ from app.colours import DIVERGING_DARK, DIVERGING_LIGHT, ramp
 from mlx_llama3.model.hooks.norms import POINTS
 from mlx_llama3.trace.store import Trace
 
-# What the live picture shows, in this order: name in a trace, label, title.
+# The points that the heat map can draw, in this order: name in a trace, label, title.
 DRAWN = (
     ("resid_post", "Residual stream", "L2 norm of the stream after the layer"),
     ("attn_out", "Attention update", "L2 norm of what the layer's attention adds to the stream"),
     ("mlp_out", "MLP update", "L2 norm of what the layer's MLP adds to the stream"),
 )
-_ROWS = [POINTS.index(name) for name, _, _ in DRAWN]
+_POINT_ROWS = [POINTS.index(name) for name, _, _ in DRAWN]
 
 _TEMPLATE = """
 <div class="heat-bar"></div>
@@ -67,20 +67,20 @@ def heat_map(
 ) -> gr.HTML:
     """A heat map. `heat_map(...).cell(fn, ...)` listens to selections: `gr.EventData` with trace, row and column.
 
-    A function and no subclass of `gr.HTML`, for which Gradio would write a .pyi file into this folder.
+    This is a function, because Gradio writes a .pyi file into the folder of a subclass of `gr.HTML`.
 
     Args:
         label: for screen readers.
-        points: (name, label, title) of what can be drawn; the first one first.
-        row, column, unit: what a row, a column and a value are.
-        signed: values around 0, colours in two directions.
-        share: tell the other points' share of the first one.
-        log, hide_first: how it begins; hide_first None: the first column is like all others.
-        follow: keep the newest column in view until the person scrolls back.
-        group: those of one group scroll and zoom together.
-        height: of the picture, in CSS.
-        empty: stands there as long as there are no values.
-        file: the name of a picture that is saved, without its ending.
+        points: (name, label, title) of the quantities that can be drawn; the first one is drawn at first.
+        row, column, unit: the names of a row, a column and a value's unit.
+        signed: the values have both signs; the colour scale is diverging.
+        share: the tooltip shows the other points as a share of the first one.
+        log, hide_first: the initial switches; hide_first None: no switch, the first column is like all others.
+        follow: scroll to the newest column until the user scrolls back.
+        group: heat maps of one group scroll and zoom together.
+        height: the picture's height, in CSS.
+        empty: the text while there are no values.
+        file: the name of a saved picture, without its extension.
         **settings: of `gr.HTML`.
     """
     config = {
@@ -101,8 +101,8 @@ def heat_map(
     }
     return gr.HTML(
         html_template=_TEMPLATE,
-        css_template=f"--heat-height: {height};\n" + _beside("heat.css"),
-        # In the script and not a property: an update of a component that is hidden loses all properties.
+        css_template=f"--heat-height: {height};\n" + _read("heat.css"),
+        # The config is in the script, not a property: an update of a hidden component loses all properties.
         js_on_load=f"const config = {json.dumps(config)};\n{_script()}",
         apply_default_css=False,
         server_functions=[heat_rows],
@@ -110,8 +110,8 @@ def heat_map(
     )
 
 
-class _Keys:
-    """Traces by a name that the page may hold. A trace that nobody else keeps is forgotten."""
+class _TraceNames:
+    """Random names for traces, by which the page refers to them. It holds weak references only."""
 
     def __init__(self) -> None:
         self._traces: weakref.WeakValueDictionary[str, Trace] = weakref.WeakValueDictionary()
@@ -128,32 +128,37 @@ class _Keys:
         return self._traces.get(name) if isinstance(name, str) else None
 
 
-_keys = _Keys()
+_trace_names = _TraceNames()
 
 
 def payload(trace: Trace, start: int = 0) -> dict[str, Any]:
-    """What a canvas that holds the first `start` positions of `trace` needs.
+    """The value for a canvas that has the first `start` positions of `trace`: the rows from there on.
 
-    May be called while another thread extends the trace: a position counts once its norms are there.
+    Another thread may extend the trace meanwhile: a position is complete once its norms are there.
     """
     norms = trace.norms
     count = norms.shape[-1]
     start = max(0, min(start, count))
-    rows = norms[_ROWS, :, start:].transpose(2, 0, 1)  # (3, L, k) -> (k, 3, L)
+    rows = norms[_POINT_ROWS, :, start:].transpose(2, 0, 1)  # (3, L, k) -> (k, 3, L)
     return rows_value(
-        rows, trace.pieces[start:count], trace.tokens[start:count].tolist(), _keys.name(trace), start, trace.model
+        rows,
+        trace.pieces[start:count],
+        trace.tokens[start:count].tolist(),
+        _trace_names.name(trace),
+        start,
+        trace.model,
     )
 
 
 def state(trace: Trace, selected: tuple[int, int] | None) -> dict[str, Any]:
-    """For a canvas in any state: how far `trace` is, so that it fetches what it lacks, and the selected cell."""
+    """A value without rows: the length of `trace`, so that the canvas fetches missing rows, and the selected cell."""
     return payload(trace, trace.norms.shape[-1]) | {"selected": selected}
 
 
 def rows_value(
     rows: np.ndarray, pieces: Sequence[str], ids: Sequence[int], trace: str, start: int = 0, model: str = ""
 ) -> dict[str, Any]:
-    """A heat map's value: `rows` `(tokens, points, layers)` from position `start` of what is named `trace`."""
+    """A heat map's value: `rows` `(tokens, points, layers)` from position `start` on; trace: its name."""
     return {
         "trace": trace,
         "model": model,
@@ -165,24 +170,24 @@ def rows_value(
     }
 
 
-def heat_rows(asked: Mapping[str, Any]) -> dict[str, Any] | None:
-    """For the canvas that missed something: the rows of `trace` from `from` on; None if that trace is gone."""
-    trace, start = _keys.find(asked.get("trace")), asked.get("from")
+def heat_rows(request: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Answer a canvas that misses rows: those of `trace` from `from` on; None if the trace no longer exists."""
+    trace, start = _trace_names.find(request.get("trace")), request.get("from")
     return payload(trace, start) if trace is not None and isinstance(start, int) else None
 
 
 def find_trace(name: object) -> Trace | None:
-    """The trace that the page calls by this name, if it is still there."""
-    return _keys.find(name)
+    """The trace with this name in the page; None if it no longer exists."""
+    return _trace_names.find(name)
 
 
 def _script() -> str:
-    """One function's body in five files."""
+    """The script: the body of one function, in five files."""
     parts = ("heat.js", "heat_data.js", "heat_picture.js", "heat_selecting.js", "heat_controls.js")
-    return "\n".join(_beside(part) for part in parts)
+    return "\n".join(_read(part) for part in parts)
 
 
-def _beside(name: str) -> str:
+def _read(name: str) -> str:
     return files("app.ui.heat_map").joinpath(name).read_text(encoding="utf-8")
 
 

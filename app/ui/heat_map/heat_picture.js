@@ -1,4 +1,4 @@
-// Part of heat.js: the picture, its axes and its legend.
+// Part of heat.js: draws the picture, its axes and its legend.
 
 const dark = () => document.body.classList.contains("dark");
 const ramp = () => ramps[config.signed ? (dark() ? "dark" : "light") : "sequential"];
@@ -29,7 +29,7 @@ function draw() {
   title.textContent = [config.label, data.model].filter(Boolean).join(", ");
   find("newest").hidden = view.follow || !config.follow;
   if (data.count) paint(pen, box(width, height, view.width, scroller.scrollLeft));
-  if (data.count !== drawn) data.shown += 1; // pictures with something new in them
+  if (data.count !== drawn) data.shown += 1; // counts pictures with new values, for the tests
   drawn = data.count;
   legend();
   describe();
@@ -44,7 +44,7 @@ function box(width, height, cell, scroll) {
   return { width, height, cell, first, last, shift, tall: Math.max(1, (height - TOP - bottom) / Math.max(1, data.rows)) };
 }
 
-// Layer 0 lies at the bottom: the stream flows upwards.
+// Layer 0 is at the bottom: the residual stream flows upwards.
 const rowTop = (b, row) => TOP + (data.rows - 1 - row) * b.tall;
 const columnLeft = (b, column) => LEFT + (column - b.first) * b.cell - b.shift;
 
@@ -137,7 +137,7 @@ function columnAxis(pen, b) {
   }
 }
 
-// A space, a line end and a tab are seen.
+// Makes spaces, line ends and tabs visible.
 const visible = (text) => text.replace(/ /g, "·").replace(/\n/g, "⏎").replace(/\t/g, "⇥");
 function clipped(text) {
   const letters = Array.from(visible(text));

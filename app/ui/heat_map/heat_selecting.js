@@ -1,4 +1,4 @@
-// Part of heat.js: pointer, keys, the selected cell, scrolling.
+// Part of heat.js: pointer and key events, the selected cell, zooming and scrolling.
 
 function cellAt(event) {
   const bounds = canvas.getBoundingClientRect(), x = event.clientX - bounds.left, y = event.clientY - bounds.top;
@@ -19,13 +19,13 @@ function lines(cell) {
   return text;
 }
 
-function select(cell, tell = true) {
+function select(cell, notify = true) {
   selected = cell;
   clearTimeout(triggering);
   triggering = null;
   find("live").textContent = cell ? lines(cell).join("; ") : "";
-  if (cell && tell) {
-    // Held arrow keys run over many cells; only where they rest is looked at.
+  if (cell && notify) {
+    // A held arrow key passes many cells: only the last one is sent to the server.
     triggering = setTimeout(() => {
       triggering = null;
       trigger("cell", { trace: data.trace, row: cell.row, column: cell.column });
@@ -56,7 +56,7 @@ function zoom(factor) {
   view.width = Math.max(1, Math.min(48, view.width * factor));
   spacer.style.width = `${LEFT + data.count * view.width + 8}px`;
   if (!view.follow) scroller.scrollLeft = middle * view.width - scroller.clientWidth / 2;
-  if (config.group) share();
+  if (config.group) syncGroup();
   redraw();
 }
 
@@ -96,12 +96,12 @@ canvas.addEventListener("pointerleave", () => {
 });
 scroller.addEventListener("scroll", () => {
   view.follow = config.follow && scroller.scrollLeft + scroller.clientWidth >= scroller.scrollWidth - 2;
-  if (config.group) share();
+  if (config.group) syncGroup();
   redraw();
 });
 
-// Heat maps of one group show the same columns. A follower's own scroll event finds nothing left to change.
-function share() {
+// Heat maps of one group show the same columns. The scroll event that this causes in another one changes nothing more.
+function syncGroup() {
   document.dispatchEvent(new CustomEvent("heatmove", { detail: { group: config.group, left: scroller.scrollLeft, width: view.width } }));
 }
 if (config.group) document.addEventListener("heatmove", function moved({ detail }) {

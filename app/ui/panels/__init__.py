@@ -1,4 +1,4 @@
 """The panels around the views: chat, conversations, models, settings, conversion.
 
-This face stays empty: what is needed is imported from its file.
+This face stays empty: code imports from the files.
 """

@@ -1,4 +1,4 @@
-"""The conversations of this machine: choose, begin, rename, delete one; and show one when the page is opened."""
+"""The panel of saved conversations: choose, create, rename or delete one; and restore one when the page is opened."""
 
 import json
 from dataclasses import dataclass
@@ -6,9 +6,9 @@ from typing import Any
 
 import gradio as gr
 
-from app.ui.panels.chat import QUICK, TELLING, ChatPanel
+from app.ui.panels.chat import QUICK, REDRAWING, ChatPanel
 from app.ui.panels.settings import SettingsPanel
-from app.ui.session import saved_conversations as saved
+from app.ui.session import saved_conversations
 from app.ui.session.failures import explained
 from app.ui.session.services import Services
 from app.ui.session.session import Session
@@ -19,7 +19,7 @@ NEW = "new"
 
 @dataclass(frozen=True)
 class ConversationsPanel:
-    """The components. `memory` is what this tab of the browser remembers over a reload, as JSON."""
+    """The components. memory: JSON that this browser tab remembers across a reload."""
 
     chooser: gr.Dropdown
     new: gr.Button
@@ -56,16 +56,16 @@ def build() -> ConversationsPanel:
 
 
 def connect(panel: ConversationsPanel, chat: ChatPanel, settings: SettingsPanel, services: Services) -> "Conversations":
-    """Wire the panel's events; the page and the model chooser use what is returned."""
-    made = Conversations(panel, chat, settings, services)
+    """Connect the panel's events; returns their handlers, which the page and the model chooser use, too."""
+    conversations = Conversations(panel, chat, settings, services)
     tab = services.session_id
-    panel.chooser.input(made.choose, [tab, panel.chooser], made.outputs, **TELLING)
-    panel.new.click(made.begin, [tab], made.outputs, **TELLING)
-    panel.delete.click(made.delete, [tab], made.outputs, js=_CONFIRM, **TELLING)
-    panel.rename.click(made.ask_title, [tab], [panel.title], **QUICK).success(None, js=_FOCUS_TITLE)
-    panel.title.submit(made.rename, [tab, panel.title], [panel.title, panel.chooser], **QUICK)
+    panel.chooser.input(conversations.choose, [tab, panel.chooser], conversations.outputs, **REDRAWING)
+    panel.new.click(conversations.begin, [tab], conversations.outputs, **REDRAWING)
+    panel.delete.click(conversations.delete, [tab], conversations.outputs, js=_CONFIRM, **REDRAWING)
+    panel.rename.click(conversations.ask_title, [tab], [panel.title], **QUICK).success(None, js=_FOCUS_TITLE)
+    panel.title.submit(conversations.rename, [tab, panel.title], [panel.title, panel.chooser], **QUICK)
     panel.memory.change(None, [panel.memory], None, js=_REMEMBER)
-    return made
+    return conversations
 
 
 _REMEMBER = "(memory) => { sessionStorage.setItem('mlx-llama3', memory); }"
@@ -76,7 +76,7 @@ _CONFIRM = "(tab) => confirm('Delete this conversation for good?') ? tab : ''"
 
 @dataclass(frozen=True)
 class Conversations:
-    """What the events do. `outputs` is everything that belongs to a conversation; `shown` gives the values."""
+    """The event handlers. outputs: all components that belong to a conversation; `values` sets them."""
 
     panel: ConversationsPanel
     chat: ChatPanel
@@ -85,7 +85,7 @@ class Conversations:
 
     @property
     def outputs(self) -> list[Any]:
-        """All components that show something of a conversation."""
+        """All components that belong to a conversation."""
         return [
             self.services.session_id,
             self.panel.memory,
@@ -97,109 +97,110 @@ class Conversations:
 
     @property
     def unchanged(self) -> list[Any]:
-        """Values for `outputs` that leave all as it is."""
+        """Values for `outputs` that change nothing."""
         return [gr.skip()] * len(self.outputs)
 
-    def shown(self, session: Session, *, keep_settings: bool = False) -> list[Any]:
-        """Values for `outputs`; `keep_settings` leaves what stands in the settings, used or not yet."""
-        settings = self.settings.shown(session.conversation)
+    def values(self, session: Session, *, keep_settings: bool = False) -> list[Any]:
+        """The values of `outputs` for a session; `keep_settings` leaves the settings panel unchanged."""
+        settings = self.settings.values(session.conversation)
         memory = json.dumps({"session": session.id, "conversation": session.saved_id})
         return [
             session.id,
             memory,
             self.choices(session),
-            *self.chat.shown(session),
+            *self.chat.values(session),
             *([gr.skip()] * len(settings) if keep_settings else settings),
             self.services.next_change(),
         ]
 
     def arrive(self, memory: str) -> list[Any]:
-        """Show what this tab showed before, or a new conversation: the page was opened or loaded again."""
+        """Show the tab's previous conversation, or a new one, after the page was opened or reloaded."""
         if self.services.sessions.opened is None:
             return self.unchanged
-        known = _read_memory(memory)
-        session = self.services.session(known.get("session"))
+        remembered = _read_memory(memory)
+        session = self.services.session(remembered.get("session"))
         if session is None:
             session = self.services.engine.run(self.services.sessions.add)
-            self._recall(session, known.get("conversation", ""))
+            self._recall(session, remembered.get("conversation", ""))
         else:
             self.services.engine.run(session.leave)
             session.save()
-        return self.shown(session)
+        return self.values(session)
 
     def refresh(self, session_id: str, memory: str) -> list[Any]:
         """Show the tab's conversation after another model was loaded."""
         session = self.services.session(session_id)
         if session is None:
             return self.arrive(memory)
-        if session.asked is not None:  # asked while the model was loaded: the answer shows what there is
+        if session.request is not None:  # made during the load: the answer's own updates show the chat
             return [*self.unchanged[:-1], self.services.next_change()]
-        return self.shown(session)
+        return self.values(session)
 
     def choose(self, session_id: str, saved_id: str) -> list[Any]:
-        """Go on with a saved conversation."""
+        """Continue a saved conversation, or start a new one."""
         return self.begin(session_id, None if saved_id == NEW else saved_id)
 
     def begin(self, session_id: str, saved_id: str | None = None) -> list[Any]:
-        """Begin a conversation, or go on with a saved one."""
+        """Start a new conversation, or continue a saved one."""
         session = self._idle(session_id)
         try:
             self.services.engine.run(session.open, session.opened, saved_id)
         except UserError as error:
             raise self.services.error(error) from None
         if saved_id is not None:
-            # Two tabs that write one file would lose each other's answers: the other tab's become a copy.
+            # Two tabs that write one file would lose each other's answers: the other tab saves to a copy from now on.
             for other in self.services.sessions.others_with(saved_id, session):
                 other.fork()
-            return self.shown(session)
-        return self.shown(session, keep_settings=True)
+            return self.values(session)
+        return self.values(session, keep_settings=True)
 
     def delete(self, session_id: str) -> list[Any]:
-        """Delete the tab's conversation for good and begin another one. No id: the person thought better of it."""
+        """Delete the tab's conversation and start a new one. An empty id means that the user did not confirm."""
         if not session_id:
             return self.unchanged
         session = self._idle(session_id)
-        saved.delete(session.saved_id)
+        saved_conversations.delete(session.saved_id)
         return self.begin(session_id)
 
     def ask_title(self, session_id: str) -> Any:
-        """Open the line for a new title."""
+        """Show the text field for a new title."""
         session = self._idle(session_id)
-        if not saved.exists(session.saved_id):
+        if not saved_conversations.exists(session.saved_id):
             raise self.services.error("There is nothing to rename yet: the conversation is kept from its first answer.")
         return gr.update(visible=True, value=session.title)
 
     def rename(self, session_id: str, title: str) -> tuple[Any, Any]:
-        """Give the conversation the title."""
+        """Change the conversation's title."""
         session = self._idle(session_id)
         try:
-            session.title = saved.rename(session.saved_id, title)
+            session.title = saved_conversations.rename(session.saved_id, title)
         except UserError as error:
             raise self.services.error(error) from None
         return gr.update(visible=False, value=""), self.choices(session)
 
     def listed(self, session_id: str) -> Any:
-        """The chooser after an answer, which may be a conversation's first."""
+        """The chooser's update after an answer, which may be the first of its conversation."""
         session = self.services.session(session_id)
         return gr.skip() if session is None else self.choices(session)
 
     def choices(self, session: Session) -> Any:
-        """The chooser's update: all saved conversations, this one chosen."""
-        here = saved.exists(session.saved_id)
-        listed = saved.titles()
+        """The chooser's update: all saved conversations, with this one selected."""
+        is_saved = saved_conversations.exists(session.saved_id)
+        titles = saved_conversations.titles()
         return gr.update(
-            choices=listed if here else [("New conversation", NEW), *listed], value=session.saved_id if here else NEW
+            choices=titles if is_saved else [("New conversation", NEW), *titles],
+            value=session.saved_id if is_saved else NEW,
         )
 
     def _idle(self, session_id: str) -> Session:
         session = self.services.need_session(session_id)
-        if session.asked is not None:
+        if session.request is not None:
             raise self.services.error("The answer is still being written: wait for it, or press Esc to stop it.")
         return session
 
     def _recall(self, session: Session, saved_id: str) -> None:
-        """Go on with the conversation that the tab showed before the server was started again."""
-        if saved.exists(saved_id) and not self.services.sessions.others_with(saved_id, session):
+        """Open the conversation that the tab showed before its session was lost."""
+        if saved_conversations.exists(saved_id) and not self.services.sessions.others_with(saved_id, session):
             try:
                 self.services.engine.run(session.open, session.opened, saved_id)
             except UserError as error:
@@ -208,7 +209,7 @@ class Conversations:
 
 def _read_memory(memory: str) -> dict[str, str]:
     try:
-        known = json.loads(memory or "{}")
+        values = json.loads(memory or "{}")
     except json.JSONDecodeError:
         return {}
-    return {key: value for key, value in known.items() if isinstance(value, str)} if isinstance(known, dict) else {}
+    return {key: value for key, value in values.items() if isinstance(value, str)} if isinstance(values, dict) else {}

@@ -1,4 +1,4 @@
-"""Which models there are on this machine, and how much memory one needs before it is loaded."""
+"""The models on this machine, and the memory that one needs, estimated before it is loaded."""
 
 from pathlib import Path
 
@@ -14,21 +14,21 @@ import mlx.core as mx
 
 
 def models_dir() -> Path:
-    """The folder (it need not exist) for models that are converted in the app."""
+    """The folder for models that were converted in the app; it may not exist."""
     return data_dir() / "models"
 
 
 def choices() -> list[tuple[str, str]]:
-    """(label, name) of the demo, what was converted here, what lies in the hub's cache, and the aliases."""
-    found = [("demo · SmolLM2 135M", DEMO)]
-    found += [(path.name, str(path)) for path in sorted(models_dir().glob("*/config.json")) for path in [path.parent]]
+    """(label, name) of the demo model, the models converted here, those in the hub's cache, and the aliases."""
+    models = [("demo · SmolLM2 135M", DEMO)]
+    models += [(path.name, str(path)) for path in sorted(models_dir().glob("*/config.json")) for path in [path.parent]]
     cached = _cached()
-    found += [(name, name) for name in cached]
-    return found + [(f"{alias} · download", alias) for alias, name in ALIASES.items() if name not in cached]
+    models += [(name, name) for name in cached]
+    return models + [(f"{alias} · download", alias) for alias, name in ALIASES.items() if name not in cached]
 
 
 def estimate(name: str) -> str:
-    """One sentence: the memory that a model needs, beside what there is. Reads headers only; asks no network."""
+    """A sentence on the memory that a model needs and that is available. Reads file headers only; no network."""
     folder = _local(name)
     if folder is None:
         if name == DEMO:
@@ -46,21 +46,21 @@ def estimate(name: str) -> str:
 
 
 def needs(folder: Path) -> tuple[int, int]:
-    """Bytes of a model's weights in memory, and of the keys and values of a full context.
+    """(bytes of a model's weights in memory, bytes of the key-value cache of a full context).
 
-    Raises `UserError` if the folder is no model folder.
+    Raises `UserError` if the folder is not a model folder.
     """
     checkpoint = Checkpoint(folder)
     args = checkpoint.args
     width, weights = checkpoint.dtype.size, checkpoint.nbytes
-    if mx.default_device() == mx.cpu:  # where weights are unpacked to float32, as `load_model` says
+    if mx.default_device() == mx.cpu:  # `load_model` dequantizes to float32 there
         width = mx.float32.size
         weights = width * count_weights(args)
     return weights, 2 * args.n_layers * args.n_kv_heads * args.head_dim * args.max_seq_len * width
 
 
 def _local(name: str) -> Path | None:
-    """The folder of a model that is here already."""
+    """The folder of a model that is on this machine; None if it is not."""
     if name == DEMO:
         return demo_folder() if demo_folder().is_dir() else None
     name = ALIASES.get(name, name)
@@ -69,19 +69,19 @@ def _local(name: str) -> Path | None:
 
 
 def _cached() -> dict[str, Path]:
-    """Snapshots in the hub's cache that hold safetensors of a Llama architecture, by repository."""
+    """Repository -> snapshot in the hub's cache, for Llama models in safetensors; the newest snapshot of each."""
     from huggingface_hub import CacheNotFound, constants, scan_cache_dir
 
     try:
         repositories = scan_cache_dir(constants.HF_HUB_CACHE).repos
     except CacheNotFound:
         return {}
-    found = {}
-    for repository in sorted(repositories, key=lambda each: each.repo_id):
-        for revision in sorted(repository.revisions, key=lambda each: each.last_modified):
+    snapshots = {}
+    for repository in sorted(repositories, key=lambda repository: repository.repo_id):
+        for revision in sorted(repository.revisions, key=lambda revision: revision.last_modified):
             if repository.repo_type == "model" and _is_llama(revision.snapshot_path):
-                found[repository.repo_id] = revision.snapshot_path
-    return found
+                snapshots[repository.repo_id] = revision.snapshot_path
+    return snapshots
 
 
 def _is_llama(folder: Path) -> bool:

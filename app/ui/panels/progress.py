@@ -1,4 +1,4 @@
-"""Long work in another thread, watched from an event of the page."""
+"""The progress of long work on another thread, for the events of the page."""
 
 import threading
 from collections.abc import Iterator
@@ -7,11 +7,11 @@ from typing import Any
 
 
 class Cancelled(Exception):
-    """The person cancelled the work; raised inside it, where it reports its progress."""
+    """The user cancelled the work; raised inside it, where it reports its progress."""
 
 
 class Progress:
-    """What the work calls with (done, total), and what the page reads. `cancel` ends the work at its next call."""
+    """A callback (done, total) for the work, whose values the page reads. `cancel` ends the work at its next call."""
 
     def __init__(self) -> None:
         self.done = self.total = 0
@@ -24,7 +24,7 @@ class Progress:
 
     @property
     def share(self) -> float | None:
-        """From 0 to 1; None while the whole is not known."""
+        """The share done, from 0 to 1; None while the total is unknown."""
         return self.done / self.total if self.total else None
 
 

@@ -1,4 +1,4 @@
-"""The settings drawer: how answers are made, from the next one on."""
+"""The settings drawer: sampling, length limit, system prompt and overflow, from the next answer on."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,7 +8,7 @@ import gradio as gr
 from app.options.options import SETTINGS, check_settings
 from mlx_llama3.conversation.conversation import OVERFLOW_POLICIES, Conversation
 
-# As on the command line: the best token always, so that what is seen can be seen again.
+# As on the command line: greedy, so that answers are reproducible.
 DEFAULTS = {
     "temperature": 0.0,
     "top_k": 0,
@@ -33,18 +33,18 @@ _RANGES = {
 
 @dataclass(frozen=True)
 class SettingsPanel:
-    """`inputs` are the components whose values `apply` takes, in their order; `shown` gives values for them."""
+    """inputs: the components whose values `apply` takes, in this order; `values` sets them."""
 
     inputs: list[Any]
 
-    def shown(self, conversation: Conversation) -> list[Any]:
-        """The values of `inputs` for a conversation, as a saved one brings them."""
+    def values(self, conversation: Conversation) -> list[Any]:
+        """The values of `inputs` for a conversation."""
         settings = DEFAULTS | conversation.settings
         return [conversation.system or "", conversation.overflow, *(settings[name] for name in DEFAULTS)]
 
 
 def build() -> SettingsPanel:
-    """Make the components in the current place."""
+    """Create the components in the current place."""
     system = gr.Textbox(
         label="System prompt",
         lines=2,
@@ -75,7 +75,7 @@ def build() -> SettingsPanel:
 
 
 def apply(conversation: Conversation, system: str, overflow: str, *values: Any) -> None:
-    """Give a conversation the values of the panel's `inputs`; on the engine's thread.
+    """Apply the values of the panel's `inputs` to a conversation; on the engine's thread.
 
     Raises `UserError` for a value out of range, or for a system prompt that does not fit.
     """
@@ -84,7 +84,7 @@ def apply(conversation: Conversation, system: str, overflow: str, *values: Any) 
     if (system.strip() or None) != conversation.system:
         conversation.system = system.strip() or None
     conversation.overflow = overflow
-    # What the panel does not show (logit_bias, stop) is kept, as a conversation saved elsewhere may have it.
+    # Settings without an input (logit_bias, stop) are kept: a conversation saved elsewhere may have them.
     rest = {name: value for name, value in conversation.settings.items() if name not in DEFAULTS}
     conversation.settings = rest | settings
 

@@ -1,4 +1,4 @@
-"""What one open tab holds, and the one thread that runs MLX for all of them.
+"""The state of each open tab, what it saves on disk, and the one thread that runs MLX for all tabs.
 
-This face stays empty: what is needed is imported from its file.
+This face stays empty: code imports from the files.
 """

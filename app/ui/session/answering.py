@@ -1,4 +1,4 @@
-"""One answer as the browser gets it: the engine's steps in few updates, each with the text so far and the speed."""
+"""Streams one answer to the browser in few updates, each with the text and speed so far."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -6,21 +6,22 @@ from time import monotonic
 
 from app.stats import Meter
 from app.ui.session.mlx_thread import Engine
-from app.ui.session.session import Asked, Session
+from app.ui.session.session import ChatRequest, Session
 
-# Gradio sends every update that it is given, and slows nobody down: more than 12 a second fall behind in the browser.
+# Seconds between updates. Gradio sends every update without back-pressure; the browser cannot keep up with more.
 _PAUSE = 1 / 12
 
 
 class AnswerStopped(Exception):
-    """The person pressed Stop while the prompt was being read; ends the generation between two chunks."""
+    """Stop was pressed during the prefill; raised between two chunks to end the generation."""
 
 
 @dataclass
 class AnswerProgress:
-    """What of an answer is there: its `text`, the prompt's tokens `read` of `to_read`, the speed in tokens a second.
+    """The state of a running answer.
 
-    reason: None while it runs; at the end "stop", "length" or "stopped".
+    text: the text so far. read, to_read: tokens of the prompt that are read, and in all. tokens: generated so far.
+    speed: tokens per second. reason: None while it runs; at the end "stop", "length" or "stopped".
     """
 
     text: str = ""
@@ -31,20 +32,20 @@ class AnswerProgress:
     reason: str | None = None
 
 
-def answer(engine: Engine, session: Session, asked: Asked) -> Iterator[AnswerProgress]:
-    """Answer what was asked, until `asked.stop` is set. The same object is yielded again and again.
+def answer(engine: Engine, session: Session, request: ChatRequest) -> Iterator[AnswerProgress]:
+    """Answer a request until `request.stop` is set. Every update yields the same object.
 
-    If the consumer leaves (a closed tab), the generation stops too. Raises what the generation raises.
+    Closing this generator (a closed tab) stops the generation. Raises what the generation raises.
     """
     progress, meter = AnswerProgress(), Meter()
 
-    def watch(done: int, total: int) -> None:
+    def on_prefill(done: int, total: int) -> None:
         progress.read, progress.to_read = done, total
-        if asked.stop.is_set():
+        if request.stop.is_set():
             raise AnswerStopped
 
-    stream = engine.stream(session.answer, asked, on_prefill=watch, stop=asked.stop)
-    reason, shown, seen = "stopped", 0.0, (0, 0)
+    stream = engine.stream(session.answer, request, on_prefill=on_prefill, stop=request.stop)
+    reason, sent_at, sent = "stopped", 0.0, (0, 0)
     try:
         while not stream.ended:
             for step in stream.take(_PAUSE):
@@ -53,13 +54,13 @@ def answer(engine: Engine, session: Session, asked: Asked) -> Iterator[AnswerPro
                 reason = step.finish_reason or reason
             stats = meter.stats(session.conversation.fed)
             progress.tokens, progress.speed = stats.generation_tokens, stats.generation_tps
-            now, there = monotonic(), (progress.tokens, progress.read)
-            if not stream.ended and now - shown >= _PAUSE and there != seen:
-                shown, seen = now, there
+            now, state = monotonic(), (progress.tokens, progress.read)
+            if not stream.ended and now - sent_at >= _PAUSE and state != sent:
+                sent_at, sent = now, state
                 yield progress
     except AnswerStopped:
         reason = "stopped"
     finally:
-        asked.stop.set()
+        request.stop.set()
     progress.reason = reason
     yield progress

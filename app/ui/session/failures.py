@@ -1,4 +1,4 @@
-"""Any failure as a sentence for the page; the app goes on after all of them."""
+"""Turns any error into a sentence for the page; the app continues after every one."""
 
 import logging
 
@@ -8,7 +8,7 @@ log = logging.getLogger(__name__)
 
 
 def explained(error: Exception) -> str:
-    """The sentence for an error. A fault of the program is logged whole in the terminal as well."""
+    """The sentence for an error. Any error but `UserError` and its traceback are also logged in the terminal."""
     if isinstance(error, UserError):
         return str(error)
     log.error("while answering a request of the page", exc_info=error)

@@ -1,7 +1,7 @@
-"""The one MLX thread: every evaluation happens on it, one after another; long work can be stopped.
+"""The MLX thread: all evaluations run on it, one after another; a long one can be stopped.
 
-MLX's streams belong to a thread: an array that is not evaluated yet raises in another one. So a program with several
-threads (a web server) hands its work to an `Engine` and gets Python values and NumPy arrays back.
+MLX's streams belong to a thread: evaluating a lazy array on another thread raises. So a program with several threads (a
+web server) submits its work to an `Engine`, and gets Python values and NumPy arrays back.
 """
 
 import threading
@@ -17,36 +17,38 @@ T = TypeVar("T")
 
 
 class Stream(Generic[T]):
-    """What a generator yields on the engine's thread, for one consumer in any other thread.
+    """The items of a generator that runs on the engine's thread, for one consumer on another thread.
 
-    The generator does not wait for its consumer. `ended` is True once everything it made was handed out.
+    The generator does not wait for its consumer. ended: True after the last item was taken.
     """
 
     def __init__(self, make: Callable[[], Iterator[T]], stop: threading.Event) -> None:
         self.ended = False
         self._make, self._stop = make, stop
         self._generator: Iterator[T] | None = None
-        self._made: SimpleQueue[tuple[bool, T | BaseException | None]] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[bool, T | BaseException | None]] = SimpleQueue()
 
     def cancel(self) -> None:
-        """Ask the generator to end; it is closed on the engine's thread before its next item. Returns at once."""
+        """Stop the generator: the engine's thread closes it before its next item. Returns at once."""
         self._stop.set()
 
     def take(self, timeout: float | None = None) -> list[T]:
-        """All items that have come, after waiting for the first at most `timeout` seconds (None: as long as it takes).
+        """All available items; waits for the first one for up to `timeout` seconds (None: without limit).
 
-        [] if none came, or at the end. Raises what the generator raised, after the items before it were taken.
+        [] after the timeout, or at the end. Raises what the generator raised, once all earlier items were taken.
         """
         items: list[T] = []
-        wait, until = True, None if timeout is None else monotonic() + timeout
+        wait, deadline = True, None if timeout is None else monotonic() + timeout
         while not self.ended:
             try:
-                more, value = self._made.get(wait, None if until is None else max(0.0, until - monotonic()))
+                more, value = self._queue.get(wait, None if deadline is None else max(0.0, deadline - monotonic()))
             except Empty:
                 break
             if not more:
                 if items and value is not None:
-                    self._made.put((more, value))  # next time: what came before the error is not lost
+                    self._queue.put(
+                        (more, value)
+                    )  # raised by the next call, so that the items before the error are not lost
                     break
                 self.ended = True
                 if value is not None:
@@ -61,36 +63,36 @@ class Stream(Generic[T]):
             yield from self.take()
 
     def advance(self, closing: bool) -> bool:
-        """Make one item, on the engine's thread; returns whether there may be another one."""
+        """Generate one item, on the engine's thread; returns whether there may be another one."""
         try:
             if self._generator is None:
                 self._generator = self._make()
             if closing or self._stop.is_set():
                 self._generator.close()
-                self._made.put((False, None))
+                self._queue.put((False, None))
                 return False
-            self._made.put((True, next(self._generator)))
+            self._queue.put((True, next(self._generator)))
             return True
         except StopIteration:
-            self._made.put((False, None))
-        except BaseException as error:  # it is raised where the stream is consumed
-            self._made.put((False, error))
+            self._queue.put((False, None))
+        except BaseException as error:  # `take` raises it on the consumer's thread
+            self._queue.put((False, error))
         return False
 
 
 class Engine:
-    """A thread and its queue. Between two items of a stream, calls that wait get their turn; streams take turns too."""
+    """A thread and its job queue. Waiting calls and other streams run between two items of a stream."""
 
     def __init__(self) -> None:
         self._jobs: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._closing = False
         self._finished = threading.Event()
-        self._lock = threading.Lock()  # no job may slip into the queue behind its end
+        self._lock = threading.Lock()  # no job may be queued after `_finish`
         self._thread = threading.Thread(target=self._work, name="mlx", daemon=True)
         self._thread.start()
 
     def submit(self, fn: Callable[..., T], *args: Any, **keywords: Any) -> "Future[T]":
-        """Have `fn` called on the thread; the future holds its result or its exception.
+        """Call `fn` on the thread; the future gets its result or its exception.
 
         Raises `RuntimeError` if the engine is closed.
         """
@@ -102,7 +104,7 @@ class Engine:
                 return
             try:
                 result = fn(*args, **keywords)
-            except BaseException as error:  # it is raised by future.result()
+            except BaseException as error:  # future.result() raises it
                 future.set_exception(error)
             else:
                 future.set_result(result)
@@ -111,7 +113,7 @@ class Engine:
         return future
 
     def run(self, fn: Callable[..., T], *args: Any, **keywords: Any) -> T:
-        """`fn`'s result, computed on the thread, also if this is the thread. Raises what `fn` raises."""
+        """Call `fn` on the thread and return its result; also works on the thread itself. Raises what `fn` raises."""
         if threading.current_thread() is self._thread:
             return fn(*args, **keywords)
         return self.submit(fn, *args, **keywords).result()
@@ -119,14 +121,14 @@ class Engine:
     def stream(
         self, fn: Callable[..., Iterator[T]], *args: Any, stop: threading.Event | None = None, **keywords: Any
     ) -> Stream[T]:
-        """Iterate `fn(*args)`, a generator, on the thread. `stop`, if set from anywhere, ends it as `cancel` does.
+        """Run the generator `fn(*args)` on the thread. Setting `stop` ends it, as `cancel` does.
 
         Raises `RuntimeError` if the engine is closed.
         """
         stream: Stream[T] = Stream(lambda: fn(*args, **keywords), stop or threading.Event())
 
         def job() -> None:
-            # Behind the calls that wait: a click is answered in the middle of a long reply.
+            # At the end of the queue: waiting calls (a click in the page) run between two tokens of an answer.
             if stream.advance(self._closing):
                 self._jobs.put(job)
 
@@ -134,10 +136,10 @@ class Engine:
         return stream
 
     def close(self) -> None:
-        """End the work: running streams are closed, waiting calls cancelled. May be called twice.
+        """Close running streams and cancel waiting calls. May be called twice.
 
-        The thread itself stays, idle, until the process ends: MLX's destructors for an ending thread need Python, and
-        abort the process if Python is about to end too.
+        The thread stays idle until the process ends: MLX's thread destructors need Python, and abort the process if the
+        interpreter is shutting down.
         """
         with self._lock:
             if not self._closing:
@@ -153,7 +155,7 @@ class Engine:
             self._jobs.put(job)
 
     def _finish(self) -> None:
-        if not self._jobs.empty():  # a stream that was at work stands behind this
+        if not self._jobs.empty():  # a running stream has queued its next item
             self._jobs.put(self._finish)
             return
         mx.synchronize()

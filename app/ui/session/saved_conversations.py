@@ -1,4 +1,4 @@
-"""Saved conversations: one JSON file each, as `Conversation.to_json` writes it, with a title beside."""
+"""Saved conversations: one JSON file each, the output of `Conversation.to_json` with a title added."""
 
 import json
 import os
@@ -15,37 +15,37 @@ _TITLE_LENGTH = 60
 
 
 def data_dir() -> Path:
-    """The folder (it need not exist) for what a person makes here: `MLX_LLAMA3_DATA`, or the platform's usual place."""
+    """The folder for the user's data, which may not exist: `MLX_LLAMA3_DATA`, or the platform's standard folder."""
     if chosen := os.environ.get("MLX_LLAMA3_DATA"):
         return Path(chosen).expanduser().absolute()
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Application Support" / "mlx-llama3"
     xdg = Path(os.environ.get("XDG_DATA_HOME", ""))
-    # The XDG specification has relative paths ignored.
+    # The XDG specification says to ignore relative paths.
     return (xdg if xdg.is_absolute() else Path.home() / ".local" / "share") / "mlx-llama3"
 
 
 def titles() -> list[tuple[str, str]]:
-    """(title, id) of all saved conversations, the one written last first. Files of another kind are left aside."""
-    found = []
+    """(title, id) of all saved conversations, newest first. Other files are ignored."""
+    entries = []
     for path in _folder().glob("*.json"):
         if _ID.fullmatch(path.stem):
             try:
-                found.append((path.stat().st_mtime, _title(json.loads(path.read_text(encoding="utf-8"))), path.stem))
+                entries.append((path.stat().st_mtime, _title(json.loads(path.read_text(encoding="utf-8"))), path.stem))
             except (OSError, ValueError):
-                continue  # one damaged file must not hide the others; opening it by name would tell
-    return [(title, saved_id) for _, title, saved_id in sorted(found, reverse=True)]
+                continue  # a damaged file must not hide the others; opening it raises the error
+    return [(title, saved_id) for _, title, saved_id in sorted(entries, reverse=True)]
 
 
 def write(saved_id: str, title: str, text: str) -> None:
-    """Keep a conversation (`Conversation.to_json`). Raises `UserError` if the disk does not take it."""
+    """Write a conversation; text: from `Conversation.to_json`. Raises `UserError` if it cannot be written."""
     _folder().mkdir(parents=True, exist_ok=True)
     content = json.loads(text) | {"title": title}
     write_file(_path(saved_id), json.dumps(content, ensure_ascii=False, indent=2) + "\n")
 
 
 def read(saved_id: str) -> tuple[str, str]:
-    """(title, text for `Conversation.from_json`). Raises `UserError` if it is gone or no conversation."""
+    """(title, text for `Conversation.from_json`). Raises `UserError` if the file is missing or not a conversation."""
     text = read_text(_path(saved_id))
     try:
         return _title(json.loads(text)), text
@@ -54,7 +54,7 @@ def read(saved_id: str) -> tuple[str, str]:
 
 
 def rename(saved_id: str, title: str) -> str:
-    """Give a saved conversation another title, which is returned as it is kept."""
+    """Change the title of a saved conversation; returns the shortened title that was saved."""
     if not title.strip():
         raise UserError("the title is empty")
     _, text = read(saved_id)
@@ -64,17 +64,17 @@ def rename(saved_id: str, title: str) -> str:
 
 
 def delete(saved_id: str) -> None:
-    """Delete a saved conversation; one that is not there is deleted already."""
+    """Delete a saved conversation, if it exists."""
     _path(saved_id).unlink(missing_ok=True)
 
 
 def exists(saved_id: str) -> bool:
-    """Whether there is such a file."""
+    """Whether a conversation is saved under this id."""
     return _ID.fullmatch(saved_id) is not None and _path(saved_id).is_file()
 
 
 def shortened(text: str) -> str:
-    """One line of at most 60 characters."""
+    """`text` as one line of at most 60 characters."""
     line = " ".join(text.split())
     return line if len(line) <= _TITLE_LENGTH else line[: _TITLE_LENGTH - 1].rstrip() + "…"
 
@@ -84,14 +84,14 @@ def _folder() -> Path:
 
 
 def _path(saved_id: str) -> Path:
-    # The browser sends ids; one that is none must not become a path.
+    # Ids come from the browser: anything else must not become a path.
     if not _ID.fullmatch(saved_id):
         raise UserError("there is no such conversation")
     return _folder() / f"{saved_id}.json"
 
 
 def _title(content: object) -> str:
-    """The title kept in a file, or else its first message."""
+    """The title in a saved file, or else its first message."""
     if not isinstance(content, dict):
         raise UserError("a saved conversation must be a JSON object")
     messages = content.get("messages") or [{}]

@@ -1,4 +1,4 @@
-"""The selected cell and the open tab, which all views share, and how a view keeps up with them."""
+"""The selected cell and the open tab, which all views share, and the redrawing of a view when they change."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from app.ui.session.session import Session
 
 @dataclass(frozen=True)
 class Cell:
-    """A layer at a position of a session's trace, both of which are there."""
+    """A layer and a position, both within a session's trace."""
 
     session: Session
     layer: int
@@ -27,10 +27,12 @@ class Cell:
 
 @dataclass(frozen=True)
 class Selection:
-    """cell: holds `value`, which the live view alone gives out. tab: the name of the open tab, whose view is computed.
+    """The state that all views share.
 
-    The selected cell itself is the session's. An event that changes it, or anything else that the views show, outputs
-    `services.next_change()` to `services.generation_done`; then the live view gives `cell` a new value.
+    cell: holds `value`; only the live view sets it. tab: the name of the open tab, the only one that is redrawn.
+
+    The selected cell is stored in the session. An event that changes it, or anything else that the views show, outputs
+    `services.next_change()` to `services.generation_done`; then the live view sets `cell` to a new value.
     """
 
     services: Services
@@ -48,7 +50,7 @@ class Selection:
         return Cell(session, layer, position)
 
     def value(self, session_id: str | None) -> list[int | None]:
-        """What `cell` is to hold now: layer, position, and a number that is another one each time."""
+        """The new value for `cell`: layer, position, and a unique number, so that every value is a change."""
         cell = self.find(session_id)
         return [cell and cell.layer, cell and cell.position, self.services.next_change()]
 
@@ -59,16 +61,17 @@ class Selection:
         outputs: Sequence[Any],
         inputs: Sequence[Any] = (),
     ) -> None:
-        """Keep `outputs` at `draw(session or None, cell or None, *inputs)` while `tab` is open, whatever changes."""
+        """While `tab` is open, set `outputs` to `draw(session or None, cell or None, *inputs)` after every change."""
 
-        def maybe(open_tab: str, session_id: str | None, *rest: Any) -> Any:
+        def draw_if_open(open_tab: str, session_id: str | None, *rest: Any) -> Any:
             if open_tab != tab:
                 return gr.skip()
-            return told(self.services, draw, self.services.session(session_id), self.find(session_id), *rest)
+            session, cell = self.services.session(session_id), self.find(session_id)
+            return call_reporting_errors(self.services, draw, session, cell, *rest)
 
         gr.on(
             [self.cell.change, self.tab.change],
-            maybe,
+            draw_if_open,
             [self.tab, self.services.session_id, *inputs],
             list(outputs),
             show_progress="hidden",
@@ -76,11 +79,11 @@ class Selection:
         )
 
 
-def told(services: Services, fn: Callable[..., Any], *args: Any) -> Any:
-    """`fn(*args)`; whatever fails is raised as a sentence for the page."""
+def call_reporting_errors(services: Services, fn: Callable[..., Any], *args: Any) -> Any:
+    """Return `fn(*args)`; any error is raised as a `gr.Error` with a sentence for the page."""
     try:
         return fn(*args)
     except gr.Error:
         raise
-    except Exception as error:  # `explained` tells it and logs it; the page goes on
+    except Exception as error:  # `explained` also logs it
         raise services.error(explained(error)) from None

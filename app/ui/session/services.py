@@ -1,4 +1,4 @@
-"""What the panels and views of the UI share: the model's thread, the sessions, and the moment to redraw."""
+"""What the panels and views of the UI share: the MLX thread, the sessions, and the signal to redraw."""
 
 from dataclasses import dataclass
 
@@ -10,16 +10,16 @@ from app.ui.session.session import Session, Sessions
 
 @dataclass(frozen=True)
 class Services:
-    """Made once by `layout.build` and given to every panel and view.
+    """The shared services; `layout.build` creates them and passes them to every panel and view.
 
-    engine: the one thread on which MLX may be used: `engine.run(fn, *args)` waits for the result, `engine.stream`
-        iterates. It answers between two tokens of a running reply. Evaluate there and return NumPy or Python values.
-    sessions: the open tabs' sessions.
+    engine: the one thread that may use MLX: `engine.run(fn, *args)` waits for the result, `engine.stream` iterates. It
+        runs calls between two tokens of an answer. Evaluate arrays there, and return NumPy or Python values.
+    sessions: the sessions of the open tabs.
     session_id: holds the tab's id; an input of every event that needs the session.
-    generation_done: a counter that goes up when what the views show has changed as a whole: an answer ended, another
-        conversation or model is there, or other edits. Views listen with `services.generation_done.change(...)`; an
-        event that changes the edits outputs `services.next_change()` to it. Such an event must go through the queue
-        (not `queue=False`): past it, Gradio does not tell the page that a State has changed.
+    generation_done: a counter that increases when the views must be redrawn: after an answer, and after a change of the
+        conversation, the model or the edits. Views listen with `services.generation_done.change(...)`; an event that
+        changes the edits outputs `services.next_change()` to it. Such an event must be queued (not `queue=False`):
+        otherwise Gradio does not tell the page that a State has changed.
     """
 
     engine: Engine
@@ -28,11 +28,11 @@ class Services:
     generation_done: gr.State
 
     def session(self, session_id: str | None) -> Session | None:
-        """The tab's session; None if it is gone (too many tabs were opened since) or no model is loaded."""
+        """The tab's session; None if it was dropped (too many tabs were opened since) or no model is loaded."""
         return self.sessions.find(session_id)
 
     def need_session(self, session_id: str | None) -> Session:
-        """As `session`; where there is none, raises the `gr.Error` that says what to do."""
+        """Like `session`, but raises a `gr.Error` with a hint if there is none."""
         if (session := self.session(session_id)) is None:
             raise self.error("No model is loaded: choose one at the top and press Load.")
         return session
@@ -43,5 +43,5 @@ class Services:
 
     @staticmethod
     def error(message: object) -> gr.Error:
-        """The exception to raise for a sentence where the person looks; it prints no traceback."""
+        """The exception that shows `message` in the page; it prints no traceback."""
         return gr.Error(str(message), title="", print_exception=False)

@@ -1,4 +1,4 @@
 """The tabs of the right column: live norms, lens and attention, architecture, what-if, traces.
 
-This face stays empty: what is needed is imported from its file.
+This face stays empty: code imports from the files.
 """

@@ -1,4 +1,4 @@
-"""The architecture view: the model as a diagram of cards, one for every tensor, with what was measured in it."""
+"""The architecture view: the model as a diagram of cards, one per tensor, with statistics of its values."""
 
 from dataclasses import dataclass
 from html import escape
@@ -10,24 +10,24 @@ from app.ui import html
 from app.ui.session.selection import Cell, Selection
 from app.ui.session.session import Session
 from app.ui.views.source_cards import CARDS, Card, source
-from app.ui.views.tensor_statistics import Measured, Statistics, Weight, measure, weights
+from app.ui.views.tensor_statistics import LayerStatistics, Statistics, Weight, layer_weights, measure
 
 TAB = "Architecture"
 _WHAT = """
 Every card is a tensor of the running model. The expression is the line of `mlx_llama3/model/transformer.py` that makes
 it, read from the source with its number. The shape is the loaded model's; *B* is the batch, *T* the positions. The
-weight is shown as it lies in memory: its type may differ from the file's, for on a CPU it is unpacked.
+weight's type is the one in memory. It may differ from the file's, because on a CPU weights are dequantized.
 
 The figures and the histogram are those of the selected layer at the selected token: the L2 norm, the mean, the smallest
 and largest number. All blocks run the same code, each with weights of its own.
 """
-# The stream itself, and what is added to it.
-_LOOK = {"x": "stream", "h": "stream", "y": "stream", "attn_out": "update", "mlp_out": "update"}
+# CSS classes: the residual stream itself, and the updates added to it.
+_CSS = {"x": "stream", "h": "stream", "y": "stream", "attn_out": "update", "mlp_out": "update"}
 _NO_MODEL = "No model is loaded: choose one at the top and press Load."
 
 
 def build(selection: Selection) -> None:
-    """Make the view in the current tab and wire it."""
+    """Create the view in the current tab and connect its events."""
     draw = _Draw(selection)
     with gr.Row(elem_classes="view-row"):
         head = gr.HTML(elem_id="architecture-head")
@@ -49,7 +49,7 @@ class _Draw:
     selection: Selection
 
     def choose(self, session_id: str, layer: int) -> Any:
-        """Another layer at the selected token, or at the last one."""
+        """Select another layer at the selected token, or at the last one."""
         session = self.selection.services.need_session(session_id)
         cell = self.selection.find(session_id) or _last(session)
         if cell is None:
@@ -68,12 +68,12 @@ class _Draw:
         return [
             _heading(cell),
             gr.update(visible=True, maximum=layers - 1, value=layer),
-            _diagram(session, layer, run(weights, session.opened.model, layer), measured),
+            _diagram(session, layer, run(layer_weights, session.opened.model, layer), measured),
         ]
 
 
 def _last(session: Session) -> Cell | None:
-    """The last layer at the last token, if anything was said."""
+    """The last layer at the last token; None for an empty trace."""
     layers, positions = session.trace.norms.shape[1:]
     return Cell(session, layers - 1, positions - 1) if positions else None
 
@@ -84,11 +84,11 @@ def _heading(cell: Cell | None) -> str:
     return f"<div class='cell-head'>Layer {cell.layer}, token {cell.position} {html.token(cell.piece, 30)}</div>"
 
 
-def _diagram(session: Session, layer: int, found: dict[str, Weight], measured: Measured | None) -> str:
+def _diagram(session: Session, layer: int, weights: dict[str, Weight], measured: LayerStatistics | None) -> str:
     args = session.opened.model.args
 
     def cards(group: str) -> str:
-        return "".join(_card(card, session, found, measured) for card in CARDS if card.group == group)
+        return "".join(_card(card, session, weights, measured) for card in CARDS if card.group == group)
 
     neurons = "" if measured is None else _neurons(measured)
     heads = f"{args.n_heads} heads, {args.n_kv_heads} for keys and values"
@@ -103,7 +103,7 @@ def _diagram(session: Session, layer: int, found: dict[str, Weight], measured: M
     )
 
 
-def _card(card: Card, session: Session, found: dict[str, Weight], measured: Measured | None) -> str:
+def _card(card: Card, session: Session, weights: dict[str, Weight], measured: LayerStatistics | None) -> str:
     args = session.opened.model.args
     shape = ", ".join(f"{axis:,}" if isinstance(axis, int) else axis for axis in card.shape(args))
     lines = card.find(source())
@@ -112,12 +112,12 @@ def _card(card: Card, session: Session, found: dict[str, Weight], measured: Meas
         for line in lines
     )
     places = ", ".join(dict.fromkeys(line.file for line in lines))
-    weight = _weight(found[card.weight]) if card.weight else ""
+    weight = _weight(weights[card.weight]) if card.weight else ""
     statistics = "" if measured is None else _statistics(measured.statistics[card.name])
     return (
-        f'<article class="card {_LOOK.get(card.name, "")}" data-card="{card.name}" title="{places}">'
+        f'<article class="card {_CSS.get(card.name, "")}" data-card="{card.name}" title="{places}">'
         f"<header><b>{escape(card.symbol)}</b> "
-        f'<span class="shape">[{shape}]</span></header><p>{card.says}</p><ol class="code">{code}</ol>'
+        f'<span class="shape">[{shape}]</span></header><p>{card.description}</p><ol class="code">{code}</ol>'
         f"{weight}{statistics}</article>"
     )
 
@@ -128,33 +128,33 @@ def _weight(weight: Weight) -> str:
     return f"<p class='weight'><b>{weight.name}</b> {shape}, {escape(weight.kind)}{escape(packed)}</p>"
 
 
-def _statistics(found: Statistics) -> str:
-    names = {"norm": found.norm, "mean": found.mean, "min": found.low, "max": found.high}
+def _statistics(statistics: Statistics) -> str:
+    names = {"norm": statistics.norm, "mean": statistics.mean, "min": statistics.low, "max": statistics.high}
     figures = "".join(
         f"<dt>{name}</dt><dd data-figure='{name}'>{html.number(value)}</dd>" for name, value in names.items()
     )
-    return f"<div class='measured'><dl>{figures}</dl>{_histogram(found)}</div>"
+    return f"<div class='measured'><dl>{figures}</dl>{_histogram(statistics)}</div>"
 
 
-def _histogram(found: Statistics) -> str:
-    """Bars from the smallest to the largest value; their heights are square roots, so that rare values are seen."""
-    tall, wide = 30, 4
-    most = max(1, int(found.counts.max())) ** 0.5
+def _histogram(statistics: Statistics) -> str:
+    """A histogram from the smallest to the largest value; heights are square roots, so that rare values are visible."""
+    height, bin_width = 30, 4
+    largest = max(1, int(statistics.counts.max())) ** 0.5
     bars = []
-    for i, count in enumerate(found.counts.tolist()):
-        height = tall * count**0.5 / most
-        bars.append(f'<rect x="{i * wide}" y="{tall - height:.1f}" width="{wide - 1}" height="{height:.1f}"/>')
-    label = f"Histogram from {html.number(found.low)} to {html.number(found.high)}"
-    width = wide * len(found.counts)
-    zero = -found.low / (found.high - found.low) * width if found.low < 0 < found.high else None
-    line = "" if zero is None else f'<line x1="{zero:.1f}" x2="{zero:.1f}" y1="0" y2="{tall}"/>'
+    for i, count in enumerate(statistics.counts.tolist()):
+        tall = height * count**0.5 / largest
+        bars.append(f'<rect x="{i * bin_width}" y="{height - tall:.1f}" width="{bin_width - 1}" height="{tall:.1f}"/>')
+    label = f"Histogram from {html.number(statistics.low)} to {html.number(statistics.high)}"
+    width, low, high = bin_width * len(statistics.counts), statistics.low, statistics.high
+    zero = -low / (high - low) * width if low < 0 < high else None
+    line = "" if zero is None else f'<line x1="{zero:.1f}" x2="{zero:.1f}" y1="0" y2="{height}"/>'
     return (
-        f'<svg viewBox="0 0 {width} {tall}" preserveAspectRatio="none" role="img" aria-label="{label}">'
+        f'<svg viewBox="0 0 {width} {height}" preserveAspectRatio="none" role="img" aria-label="{label}">'
         f"<title>{label}; heights are square roots of the counts</title>{''.join(bars)}{line}</svg>"
     )
 
 
-def _neurons(measured: Measured) -> str:
+def _neurons(measured: LayerStatistics) -> str:
     top = ", ".join(f"{neuron} ({value:+.2f})" for neuron, value in measured.top)
     return (
         f"<p class='view-note neurons'>{html.percent(measured.active)} of the gates are open (w1 above 0). "

@@ -1,4 +1,4 @@
-"""Everything that the lens view shows of one cell, computed on the model's thread and handed over as NumPy."""
+"""Computes what the lens view shows of one cell, as NumPy arrays and Python values."""
 
 from dataclasses import dataclass
 
@@ -18,12 +18,12 @@ PROMOTED = 8
 
 @dataclass(frozen=True)
 class Inspection:
-    """One cell, looked into. `texts` holds the text of every token that is named.
+    """The inspection of one cell.
 
-    target: the next token that everything is asked about; chosen: the one that really came next, None at the end of the
-    trace. candidates: the model's own best, (id, probability), best first. attention: `(n_heads, T)` of the layer.
-    promoted: of each of `BRANCHES` of the layer (ids, what they add to the logit), the promoted ones, then the
-    suppressed ones.
+    target: the next token whose logit is explained. chosen: the actual next token, None at the end of the trace.
+    candidates: the model's most probable next tokens, (id, probability), best first. attention: of the layer,
+    `(n_heads, T)`. promoted: for each of `BRANCHES` of the layer (ids, logits added), the most promoted tokens, then
+    the most suppressed ones. texts: the text of every token id in here. pieces: the tokens up to the position.
     """
 
     layer: int
@@ -41,7 +41,7 @@ class Inspection:
 
 
 def inspect(cell: Cell, target: int | None = None) -> Inspection:
-    """Look into a cell; on the engine's thread. `target`: another next token to ask about than the one that came."""
+    """Inspect a cell, on the engine's thread. target: None is the actual next token, or else the most probable."""
     session, layer, index = cell.session, cell.layer, cell.position
     position = session.look(index)
     ids, logprobs = top_logprobs(log_softmax(position.logits[None]), CANDIDATES)
@@ -51,9 +51,9 @@ def inspect(cell: Cell, target: int | None = None) -> Inspection:
     if target is None:
         target = candidates[0][0] if chosen is None else chosen
     lens = logit_lens(position, target, k=LENS_TOKENS)
-    moved = {branch: promoted(position, layer, branch, k=PROMOTED) for branch in BRANCHES}
+    promoted_tokens = {branch: promoted(position, layer, branch, k=PROMOTED) for branch in BRANCHES}
     named = {target, *(token for token, _ in candidates), *lens.ids.ravel().tolist()}
-    named |= {token for ids, _ in moved.values() for token in ids.tolist()}
+    named |= {token for ids, _ in promoted_tokens.values() for token in ids.tolist()}
     return Inspection(
         layer=layer,
         position=index,
@@ -64,7 +64,7 @@ def inspect(cell: Cell, target: int | None = None) -> Inspection:
         lens=lens,
         attention=attention_from(position, layer),
         attribution=attribute(position, target),
-        promoted=moved,
+        promoted=promoted_tokens,
         texts={token: session.piece(token) for token in named},
         pieces=session.trace.pieces[: index + 1],
     )

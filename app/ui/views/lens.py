@@ -1,4 +1,4 @@
-"""Lens and attention: what the model would say at every layer, where it looks, and what moved its next token."""
+"""The lens view: the logit lens, the attention of every head, and the direct logit attribution of one cell."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,7 +8,7 @@ import numpy as np
 
 from app.ui import html
 from app.ui.heat_map.heat_map import heat_map, rows_value
-from app.ui.session.selection import Cell, Selection, told
+from app.ui.session.selection import Cell, Selection, call_reporting_errors
 from app.ui.session.session import Session
 from app.ui.views import lens_tables
 from app.ui.views.inspection import Inspection, inspect
@@ -24,7 +24,7 @@ from the cache, because the fused kernel gives no weights. Many heads rest on th
 ask for it.
 
 **Attribution** (direct logit attribution, Elhage et al. 2021): the logit is a sum over the embedding and all updates,
-once the final norm's scale is held at its value. It tells direct effects only, not what a layer did through later ones.
+with the final norm's scale held constant. It shows direct effects only, not what a layer did through later ones.
 **Promoted** is the same for the selected layer's updates, over all tokens.
 """
 _PICK = "Select a cell in the Live tab: this looks into that layer at that token."
@@ -32,7 +32,7 @@ _PICK = "Select a cell in the Live tab: this looks into that layer at that token
 
 @dataclass(frozen=True)
 class _Panel:
-    """The components that show one inspection, and those that a pinned one adds."""
+    """The components of an inspection and of the pinned one."""
 
     head: gr.HTML
     target: gr.Dropdown
@@ -47,23 +47,23 @@ class _Panel:
 
     @property
     def all(self) -> list[Any]:
-        """In the order of `_Draw`'s values."""
+        """All components, in the order of `_Draw`'s values."""
         return [getattr(self, name) for name in self.__dataclass_fields__]
 
 
 def build(selection: Selection) -> None:
-    """Make the view in the current tab and wire it."""
+    """Create the view in the current tab and connect its events."""
     panel, pinned = _components(), gr.State(None)
     with gr.Accordion("What is this?", open=False):
         gr.Markdown(_WHAT)
     draw, ids = _Draw(selection), selection.services.session_id
     selection.redraw(TAB, draw.cell, panel.all, [pinned, panel.by_head])
     quiet = {"show_progress": "hidden", "trigger_mode": "multiple"}
-    asked = [ids, panel.target, pinned, panel.by_head]
+    inputs = [ids, panel.target, pinned, panel.by_head]
     for control in (panel.target, panel.by_head):
-        control.input(draw.asked, asked, panel.all, **quiet)
+        control.input(draw.target, inputs, panel.all, **quiet)
     panel.pin.click(draw.pin, [ids, panel.target, pinned], [pinned], **quiet).success(
-        draw.asked, asked, panel.all, **quiet
+        draw.target, inputs, panel.all, **quiet
     )
 
 
@@ -120,66 +120,68 @@ class _Draw:
     selection: Selection
 
     def cell(self, _: Session | None, cell: Cell | None, pinned: Inspection | None, by_head: bool) -> list[Any]:
-        """The selected cell, asked about the token that came next."""
+        """Show the selected cell with its actual next token as the target."""
         return self._show(cell, None, pinned, by_head)
 
-    def asked(self, session_id: str, target: int | None, pinned: Inspection | None, by_head: bool) -> list[Any]:
-        """The selected cell, asked about `target`."""
-        return told(self.selection.services, self._show, self.selection.find(session_id), target, pinned, by_head)
+    def target(self, session_id: str, target: int | None, pinned: Inspection | None, by_head: bool) -> list[Any]:
+        """Show the selected cell with another target."""
+        return call_reporting_errors(
+            self.selection.services, self._show, self.selection.find(session_id), target, pinned, by_head
+        )
 
     def pin(self, session_id: str, target: int | None, pinned: Inspection | None) -> Inspection | None:
-        """Keep what is shown now beside what comes next; or let go of what was kept."""
+        """Pin the current inspection beside later ones, or unpin it."""
         cell = self.selection.find(session_id)
         if pinned is not None or cell is None:
             return None
-        return told(self.selection.services, self.selection.services.engine.run, inspect, cell, target)
+        return call_reporting_errors(self.selection.services, self.selection.services.engine.run, inspect, cell, target)
 
     def _show(self, cell: Cell | None, target: int | None, pinned: Inspection | None, by_head: bool) -> list[Any]:
         if cell is None:
             hidden = gr.update(visible=False)
             return [html.empty(_PICK), hidden, hidden, "", "", "", hidden, hidden, hidden, hidden]
-        found = self.selection.services.engine.run(inspect, cell, target)
-        both = [found] if pinned is None else [found, pinned]
+        inspection = self.selection.services.engine.run(inspect, cell, target)
+        both = [inspection] if pinned is None else [inspection, pinned]
         attribution = "" if by_head else _side_by_side(both, lens_tables.attribution)
         return [
             "".join(lens_tables.heading(each, pinned=each is pinned) for each in both),
-            gr.update(choices=_choices(found), value=found.target, visible=True),
+            gr.update(choices=_choices(inspection), value=inspection.target, visible=True),
             gr.update(value="Pin" if pinned is None else "Unpin", visible=True),
             _side_by_side(both, lens_tables.lens),
             attribution,
             _side_by_side(both, lens_tables.promoted),
             gr.update(visible=True),
-            gr.update(value=_heads_value(found), visible=True) if by_head else gr.update(visible=False),
-            gr.update(value=_attention_value(found, "attention"), visible=True),
+            gr.update(value=_heads_value(inspection), visible=True) if by_head else gr.update(visible=False),
+            gr.update(value=_attention_value(inspection, "attention"), visible=True),
             gr.update(visible=False)
             if pinned is None
             else gr.update(value=_attention_value(pinned, "pinned attention"), visible=True),
         ]
 
 
-def _side_by_side(found: list[Inspection], draw: Any) -> str:
-    return f'<div class="view-pair">{"".join(f"<div>{draw(each)}</div>" for each in found)}</div>'
+def _side_by_side(inspections: list[Inspection], draw: Any) -> str:
+    return f'<div class="view-pair">{"".join(f"<div>{draw(each)}</div>" for each in inspections)}</div>'
 
 
-def _choices(found: Inspection) -> list[tuple[str, int]]:
-    """The tokens that may be asked about: what came next, then the model's own best."""
-    shares = dict(found.candidates)
-    ids = dict.fromkeys([*([] if found.chosen is None else [found.chosen]), *shares, found.target])
+def _choices(inspection: Inspection) -> list[tuple[str, int]]:
+    """The possible targets: the actual next token, then the model's most probable ones."""
+    shares, chosen = dict(inspection.candidates), inspection.chosen
+    ids = dict.fromkeys([*([] if chosen is None else [chosen]), *shares, inspection.target])
     names = []
     for token in ids:
         share = html.percent(shares[token]) if token in shares else "below the best"
-        came = ", came next" if token == found.chosen else ""
-        names.append((f"{found.texts.get(token, token)!r} ({share}{came})", token))
+        came = ", came next" if token == chosen else ""
+        names.append((f"{inspection.texts.get(token, token)!r} ({share}{came})", token))
     return names
 
 
-def _attention_value(found: Inspection, name: str) -> dict[str, Any]:
-    rows = found.attention.T[:, None]  # (n_heads, T) -> (T, 1, n_heads)
-    where = f"layer {found.layer}, token {found.position}"
-    return rows_value(rows, found.pieces, range(len(found.pieces)), name, model=where)
+def _attention_value(inspection: Inspection, name: str) -> dict[str, Any]:
+    rows = inspection.attention.T[:, None]  # (n_heads, T) -> (T, 1, n_heads)
+    title = f"layer {inspection.layer}, token {inspection.position}"
+    return rows_value(rows, inspection.pieces, range(len(inspection.pieces)), name, model=title)
 
 
-def _heads_value(found: Inspection) -> dict[str, Any]:
-    heads = found.attribution.heads  # (n_layers, n_heads)
+def _heads_value(inspection: Inspection) -> dict[str, Any]:
+    heads = inspection.attribution.heads  # (n_layers, n_heads)
     names = [f"head {head}" for head in range(heads.shape[1])]
     return rows_value(np.ascontiguousarray(heads.T[:, None]), names, range(len(names)), "heads")

@@ -1,4 +1,4 @@
-"""The live view: the norms of every layer and token while the model speaks, and the selected cell in numbers."""
+"""The live view: a heat map of the norms of every layer and token, and the selected cell in numbers."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import gradio as gr
 
 from app.ui import html
-from app.ui.heat_map import heat_map as heat
+from app.ui.heat_map import heat_map
 from app.ui.session.selection import Cell, Selection
 from mlx_llama3.model.hooks.norms import POINTS
 
@@ -16,7 +16,7 @@ Every column is a token, every row a layer, the first layer at the bottom. The *
 carries a token through the layers; each layer adds two updates to it, one from **attention** and one from the **MLP**.
 A colour is the length (L2 norm) of such a vector, measured inside the pass that made the token: no second pass is run.
 
-The first token is an *attention sink*: heads that have nothing to look at rest there, and its norm dwarfs all others.
+The first token is an *attention sink*: heads with nothing to attend to attend to it, and its norm dwarfs all others.
 It is hidden, and left out of the scale, until you ask for it. Select a cell with a click or the arrow keys; the other
 tabs then look inside that layer at that token.
 """
@@ -31,15 +31,15 @@ _STEPS = {
 
 @dataclass(frozen=True)
 class LiveView:
-    """heat: takes `heat.payload(trace, start)` while an answer comes."""
+    """heat: the heat map; it takes `heat_map.payload(trace, start)` while an answer runs."""
 
     heat: gr.HTML
 
 
 def build(selection: Selection) -> LiveView:
-    """Make the view in the current tab and wire it."""
+    """Create the view in the current tab and connect its events."""
     services = selection.services
-    picture = heat.heat_map(
+    picture = heat_map.heat_map(
         "Norms while the model speaks",
         share=True,
         elem_id="live-heat",
@@ -61,34 +61,31 @@ class _Live:
     selection: Selection
 
     def select(self, session_id: str | None, event: gr.EventData) -> tuple[Any, Any]:
-        """A click, or the arrow keys at rest, in the heat map."""
+        """Handle a selection in the heat map, by a click or the arrow keys."""
         session = self.selection.services.session(session_id)
-        # What a page of before shows is no longer to be looked into.
-        if session is None or heat.find_trace(event.trace) is not session.trace:
+        # A page may still show a trace that the session no longer has.
+        if session is None or heat_map.find_trace(event.trace) is not session.trace:
             return gr.skip(), gr.skip()
-        (
-            layers,
-            _,
-        ) = session.trace.norms.shape[1:]
+        layers, positions = session.trace.norms.shape[1:]
         layer, position = int(event.row), int(event.column)
-        if not (0 <= layer < layers and 0 <= position < session.trace.norms.shape[-1]):
+        if not (0 <= layer < layers and 0 <= position < positions):
             return gr.skip(), gr.skip()
         session.selected = (layer, position)
         return self.selection.value(session_id), _summary(self.selection.find(session_id))
 
     def refresh(self, session_id: str | None) -> tuple[Any, Any, str]:
-        """Tell the canvas how far the trace is, so that it fetches what it lacks, and drop a selection that is gone."""
+        """Send the canvas the trace's length, so that it fetches missing rows; drop an out-of-range selection."""
         session = self.selection.services.session(session_id)
         if session is None:
             return gr.skip(), self.selection.value(session_id), _summary(None)
         cell = self.selection.find(session_id)
         if cell is None:
             session.selected = None
-        return heat.state(session.trace, session.selected), self.selection.value(session_id), _summary(cell)
+        return heat_map.state(session.trace, session.selected), self.selection.value(session_id), _summary(cell)
 
 
 def _summary(cell: Cell | None) -> str:
-    """The selected cell: its token, and the five norms as the layer makes them."""
+    """The selected cell: its token, and the five norms in the order of computation."""
     if cell is None:
         return html.empty("No cell is selected: click into the picture, or focus it and use the arrow keys.")
     trace = cell.session.trace

@@ -1,7 +1,7 @@
-"""The tensors of the model, each with the expression that makes it, read from the model's own source.
+"""The tensors of the model, each with the expression that computes it, read from the model's own source.
 
-The text and its line numbers come from `mlx_llama3/model`, and from the references of its `kernels` that it
-calls, through `ast`: never a copy, which could grow untrue.
+`ast` extracts the text and its line numbers from `mlx_llama3/model/transformer.py` and from the references of its
+kernels. A copy of the text could become outdated.
 """
 
 import ast
@@ -17,7 +17,7 @@ MODEL, ROPE_QKV, SWIGLU = "model/transformer.py", "model/kernels/rope_qkv.py", "
 
 @dataclass(frozen=True)
 class SourceLine:
-    """One statement or expression as it stands in `file`, from line `number` on."""
+    """One statement or expression, as written in `file` from line `number` on."""
 
     number: int
     text: str
@@ -26,23 +26,24 @@ class SourceLine:
 
 @dataclass(frozen=True)
 class Card:
-    """A tensor: `name` for the program, `symbol` for people, where it is made, and the matrix or gain it comes from.
+    """A tensor of the diagram.
 
-    group: "before", "attention", "mlp" or "after". weight: Meta's name within its layer or model, "" if there is none.
-    shape: its axes for given arguments; B and T stay letters.
+    name: its key. symbol: its label. group: "before", "attention", "mlp" or "after". find: its source lines. shape: its
+    axes for the model's arguments; B and T stay letters. weight: the matrix or gain that it is computed with, by Meta's
+    name within its layer or model; "" if there is none.
     """
 
     name: str
     symbol: str
     group: str
-    says: str
+    description: str
     find: Callable[["SourceFile"], list[SourceLine]]
     shape: Callable[[ModelArgs], tuple[str | int, ...]]
     weight: str = ""
 
 
 class SourceFile:
-    """A file of `mlx_llama3`, parsed. A function that belongs to no class has the owner ""."""
+    """A parsed file of `mlx_llama3`. A module-level function has the owner ""."""
 
     def __init__(self, text: str, file: str = MODEL) -> None:
         self._text, self._file = text, f"mlx_llama3/{file}"
@@ -57,35 +58,35 @@ class SourceFile:
 
     def assigned(self, owner: str, method: str, name: str) -> list[SourceLine]:
         """Every statement of a method that assigns `name`."""
-        found = [
+        nodes = [
             node
             for node in self._nodes(owner, method)
-            if isinstance(node, ast.Assign) and name in {each.id for each in _names(node.targets)}
+            if isinstance(node, ast.Assign) and name in {target.id for target in _names(node.targets)}
         ]
-        return self._lines(found, f"{owner}.{method} assigns {name}")
+        return self._lines(nodes, f"{owner}.{method} assigns {name}")
 
     def call(self, owner: str, method: str, attribute: str) -> list[SourceLine]:
         """The call of `self.<attribute>` in a method."""
-        found = [
+        nodes = [
             node
             for node in self._nodes(owner, method)
             if isinstance(node, ast.Call) and ast.unparse(node.func) == f"self.{attribute}"
         ]
-        return self._lines(found[:1], f"{owner}.{method} calls self.{attribute}")
+        return self._lines(nodes[:1], f"{owner}.{method} calls self.{attribute}")
 
     def argument(self, owner: str, method: str, attribute: str) -> list[SourceLine]:
-        """What is handed to `self.<attribute>` in a method."""
-        found = [
+        """The first argument of the call of `self.<attribute>` in a method."""
+        nodes = [
             node.args[0]
             for node in self._nodes(owner, method)
             if isinstance(node, ast.Call) and ast.unparse(node.func) == f"self.{attribute}"
         ]
-        return self._lines(found[:1], f"{owner}.{method} hands something to self.{attribute}")
+        return self._lines(nodes[:1], f"{owner}.{method} passes an argument to self.{attribute}")
 
     def returned(self, owner: str, method: str) -> list[SourceLine]:
         """The return statements of a method."""
-        found = [node for node in self._nodes(owner, method) if isinstance(node, ast.Return)]
-        return self._lines(found, f"{owner}.{method} returns")
+        nodes = [node for node in self._nodes(owner, method) if isinstance(node, ast.Return)]
+        return self._lines(nodes, f"{owner}.{method} returns")
 
     def _nodes(self, owner: str, method: str) -> list[ast.AST]:
         function = self._functions[owner, method]
@@ -94,9 +95,9 @@ class SourceFile:
             key=lambda node: (node.lineno, node.col_offset),
         )
 
-    def _lines(self, nodes: list, what: str) -> list[SourceLine]:
+    def _lines(self, nodes: list, rule: str) -> list[SourceLine]:
         if not nodes:
-            raise LookupError(f"{self._file}: nothing found where {what}")
+            raise LookupError(f"{self._file}: nothing found where {rule}")
         return [SourceLine(node.lineno, ast.get_source_segment(self._text, node) or "", self._file) for node in nodes]
 
 
@@ -107,7 +108,7 @@ def _names(targets: list[ast.expr]) -> Iterator[ast.Name]:
 
 @cache
 def source(file: str = MODEL) -> SourceFile:
-    """A file of the model's source as installed."""
+    """The parsed installed file."""
     return SourceFile(files("mlx_llama3").joinpath(file).read_text(encoding="utf-8"), file)
 
 
@@ -136,7 +137,7 @@ _CALL, _PROJECT, _REFERENCE = "__call__", "project", "reference"
 
 
 def _rotation(name: str) -> list[SourceLine]:
-    """Where the packed projection becomes queries, keys or values."""
+    """The lines that split the stacked projection into queries, keys or values, and rotate them."""
     return source(ROPE_QKV).assigned("", _REFERENCE, name)
 
 

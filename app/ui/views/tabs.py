@@ -17,12 +17,12 @@ _VIEWS = (live_view, lens_view, architecture_view, what_if_view, traces_view)
 
 
 def build(services: Services) -> LiveView:
-    """Make all views in the current column; returns the live one, which the chat feeds."""
+    """Create all views in the current column; returns the live one, which the chat feeds."""
     selection = Selection(services, gr.State(None), gr.State(live_view.TAB))
-    built = []
+    views = []
     with gr.Tabs(elem_id="views"):
         for view in _VIEWS:
             with gr.Tab(view.TAB) as tab:
-                built.append(view.build(selection))
+                views.append(view.build(selection))
             tab.select(lambda name=view.TAB: name, None, selection.tab, concurrency_limit=None, show_progress="hidden")
-    return built[0]
+    return views[0]

@@ -1,4 +1,4 @@
-"""Every tensor of the chosen layer at the chosen token, measured: for the cards of the architecture view."""
+"""Statistics of every tensor of one layer at one token, and its weights, for the cards of the architecture view."""
 
 from dataclasses import dataclass
 
@@ -16,9 +16,9 @@ BINS = 28
 
 @dataclass(frozen=True)
 class Statistics:
-    """Of all numbers of one tensor at one token: L2 norm, mean, largest and smallest, and a histogram.
+    """Statistics of one tensor at one token: L2 norm, mean, smallest and largest value (low, high), and a histogram.
 
-    counts: `(BINS,)`; edges: the smallest and the largest value, where the bins begin and end.
+    counts: `(BINS,)`, in equal bins from low to high.
     """
 
     norm: float
@@ -29,8 +29,8 @@ class Statistics:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """statistics by a card's name; active: share of the layer's neurons whose gate is open; top: (neuron, value)."""
+class LayerStatistics:
+    """statistics: by card name. active: share of the neurons with an open gate. top: the strongest (neuron, value)."""
 
     statistics: dict[str, Statistics]
     active: float
@@ -39,7 +39,11 @@ class Measured:
 
 @dataclass(frozen=True)
 class Weight:
-    """A matrix or gain as it is loaded. shape: dense. kind: type and bits, for people. packed: with what, or ""."""
+    """A matrix or gain of the loaded model.
+
+    shape: of the dequantized matrix. kind: dtype and bits as text. packed: a note on the matrices that it is stored
+    with, or "".
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -47,8 +51,8 @@ class Weight:
     packed: str = ""
 
 
-def measure(cell: Cell) -> Measured:
-    """Run the token again and take every tensor of the layer; on the engine's thread."""
+def measure(cell: Cell) -> LayerStatistics:
+    """Recompute the token and measure every tensor of the layer; on the engine's thread."""
     position = cell.session.look(cell.position)
     states, model, layer = position.states, position.model, cell.layer
     block = model.layers[layer]
@@ -57,7 +61,7 @@ def measure(cell: Cell) -> Measured:
     freqs = model.rope.frequencies(position.index, 1)
     q, (k, v) = block.attention.project(normed[None, None], position.index, freqs)
     gate, up = block.feed_forward.w13(ffn_normed)
-    found = neurons(position, layer, k=5)
+    layer_neurons = neurons(position, layer, k=5)
     final = states["resid_post"][-1]
     tensors = {
         "embedding": states["resid_pre"][0],
@@ -72,14 +76,14 @@ def measure(cell: Cell) -> Measured:
         "ffn_norm": ffn_normed,
         "gate": gate,
         "up": up,
-        "swiglu": mx.array(found.values_all),
+        "swiglu": mx.array(layer_neurons.values_all),
         "mlp_out": states["mlp_out"][layer],
         "y": states["resid_post"][layer],
         "norm": model.norm(final),
         "logits": position.logits,
     }
-    top = list(zip(found.ids.tolist(), found.values.tolist(), strict=True))
-    return Measured({name: _statistics(tensor) for name, tensor in tensors.items()}, found.active, top)
+    top = list(zip(layer_neurons.ids.tolist(), layer_neurons.values.tolist(), strict=True))
+    return LayerStatistics({name: _statistics(tensor) for name, tensor in tensors.items()}, layer_neurons.active, top)
 
 
 def _statistics(tensor: mx.array) -> Statistics:
@@ -88,46 +92,46 @@ def _statistics(tensor: mx.array) -> Statistics:
     return Statistics(float(np.linalg.norm(values)), float(values.mean()), float(edges[0]), float(edges[-1]), counts)
 
 
-def weights(model: Transformer, layer: int) -> dict[str, Weight]:
-    """The weights that the cards name, by Meta's names, for one layer and the model's ends."""
+def layer_weights(model: Transformer, layer: int) -> dict[str, Weight]:
+    """Meta's name -> weight, for one layer, the embedding, the final norm and the head."""
     block, args = model.layers[layer], model.args
     q_rows, kv_rows = args.n_heads * args.head_dim, args.n_kv_heads * args.head_dim
-    found = {}
+    weights = {}
     for packed, rows in (
         (block.attention.wqkv, {"wq": q_rows, "wk": kv_rows, "wv": kv_rows}),
         (block.feed_forward.w13, {"w1": args.hidden_dim, "w3": args.hidden_dim}),
     ):
-        found |= _packed(packed.parts, rows, args.dim)
-    found["wo"] = Weight("wo", (args.dim, q_rows), kind(block.attention.wo))
-    found["w2"] = Weight("w2", (args.dim, args.hidden_dim), kind(block.feed_forward.w2))
+        weights |= _packed(packed.parts, rows, args.dim)
+    weights["wo"] = Weight("wo", (args.dim, q_rows), kind(block.attention.wo))
+    weights["w2"] = Weight("w2", (args.dim, args.hidden_dim), kind(block.feed_forward.w2))
     for name, module in (
         ("attention_norm", block.attention_norm),
         ("ffn_norm", block.ffn_norm),
         ("norm", model.norm),
     ):
-        found[name] = Weight(name, (args.dim,), kind(module))
+        weights[name] = Weight(name, (args.dim,), kind(module))
     table = (args.vocab_size, args.dim)
-    found["tok_embeddings"] = Weight("tok_embeddings", table, kind(model.tok_embeddings))
+    weights["tok_embeddings"] = Weight("tok_embeddings", table, kind(model.tok_embeddings))
     tied = args.tie_word_embeddings
     head = model.tok_embeddings if tied else model.output
-    found["output"] = Weight("output", table, kind(head), "the embedding's table: tied" if tied else "")
-    return found
+    weights["output"] = Weight("output", table, kind(head), "the embedding's table: tied" if tied else "")
+    return weights
 
 
 def _packed(parts: list[nn.Module], rows: dict[str, int], columns: int) -> dict[str, Weight]:
-    """The matrices that are stacked by rows in `parts`."""
-    found, start = {}, 0
+    """The matrices that `parts` holds, stacked by rows."""
+    weights, start = {}, 0
     ends = np.cumsum([part.weight.shape[0] for part in parts])
     for name, count in rows.items():
         part = parts[int(np.searchsorted(ends, start, side="right"))]
         packed = f"rows {start} to {start + count - 1} of {'|'.join(rows)}" if len(parts) == 1 else ""
-        found[name] = Weight(name, (count, columns), kind(part), packed)
+        weights[name] = Weight(name, (count, columns), kind(part), packed)
         start += count
-    return found
+    return weights
 
 
 def kind(module: nn.Module) -> str:
-    """Type and bits of a module's weight: `float32, 32 bits`, or `affine, 4 bits in groups of 64`."""
+    """The dtype and bits of a module's weight: `float32, 32 bits`, or `affine, 4 bits in groups of 64`."""
     if hasattr(module, "bits"):
         return f"{module.mode}, {module.bits} bits in groups of {module.group_size}"
     return f"{str(module.weight.dtype).removeprefix('mlx.core.')}, {8 * module.weight.dtype.size} bits"

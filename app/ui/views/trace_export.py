@@ -1,4 +1,4 @@
-"""A trace as CSV or JSON, with labels, for other programs."""
+"""Exports a trace as CSV or JSON, for other programs."""
 
 import csv
 import json
@@ -9,20 +9,20 @@ from mlx_llama3.trace.store import Trace
 
 
 def as_csv(trace: Trace) -> str:
-    """One line for each layer of each token: position, id, token, layer, and the five norms."""
+    """The trace as CSV, one line per token and layer: position, id, token, layer, and the five norms."""
     text = StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["position", "id", "token", "layer", *POINTS])
     layers, positions = trace.norms.shape[1:]
     for position in range(positions):
-        token, piece = int(trace.tokens[position]), _harmless(trace.pieces[position])
+        token, piece = int(trace.tokens[position]), _escape_formula(trace.pieces[position])
         for layer in range(layers):
             writer.writerow([position, token, piece, layer, *map(str, trace.norms[:, layer, position])])
     return text.getvalue()
 
 
 def as_json(trace: Trace) -> str:
-    """The same as one object; `norms` by name, a list for each layer."""
+    """The trace as a JSON object; `norms` has one list per layer for each of the five points."""
     return json.dumps(
         {
             "model": trace.model,
@@ -36,6 +36,6 @@ def as_json(trace: Trace) -> str:
     )
 
 
-def _harmless(piece: str) -> str:
-    """A token that a spreadsheet would take for a formula begins with an apostrophe."""
+def _escape_formula(piece: str) -> str:
+    """Prefix an apostrophe to a token that a spreadsheet would read as a formula."""
     return f"'{piece}" if piece.startswith(("=", "+", "-", "@", "\t", "\r")) else piece

@@ -1,4 +1,4 @@
-"""Traces: keep the current one, open kept ones, compare two side by side, take them to other programs."""
+"""The traces view: save the current trace, open saved ones, compare two side by side, and export them."""
 
 import os
 import tempfile
@@ -12,8 +12,8 @@ import numpy as np
 
 from app.ui import html
 from app.ui.heat_map.heat_map import DRAWN, heat_map, payload, rows_value
-from app.ui.session import saved_traces as trace_files
-from app.ui.session.selection import Cell, Selection, told
+from app.ui.session import saved_traces
+from app.ui.session.selection import Cell, Selection, call_reporting_errors
 from app.ui.session.session import Session
 from app.ui.views import trace_export
 from mlx_llama3.errors import UserError
@@ -29,12 +29,12 @@ minus the second**, position by position, as far as both go. Where the tokens di
 logits and attention if you ask for them; *Open a file* takes it in.
 """
 _CURRENT = "current"
-_STILL: dict[str, Any] = {"follow": False, "group": "traces", "height": "230px", "visible": False}
+_HEAT_MAP: dict[str, Any] = {"follow": False, "group": "traces", "height": "230px", "visible": False}
 _FORMATS = ("csv", "json", "safetensors")
 
 
 def build(selection: Selection) -> None:
-    """Make the view in the current tab and wire it."""
+    """Create the view in the current tab and connect its events."""
     with gr.Row(elem_classes="view-row"):
         name = gr.Textbox(
             show_label=False, label="Name", placeholder="Name of this trace", container=False, elem_id="trace-name"
@@ -47,10 +47,10 @@ def build(selection: Selection) -> None:
         first = gr.Dropdown([], value=None, label="Trace", elem_id="trace-first")
         second = gr.Dropdown([], value=None, label="Compare with", elem_id="trace-second")
     with gr.Row(elem_classes="view-row"):
-        said = gr.HTML(elem_id="trace-said")
+        summary = gr.HTML(elem_id="trace-said")
         exports = [gr.Button(form, size="sm", scale=0, min_width=90, elem_id=f"trace-{form}") for form in _FORMATS]
         delete = gr.Button("Delete", size="sm", scale=0, min_width=70, elem_id="trace-delete")
-        # A click on a link is the browser's way to save a file; this button is pressed by the page.
+        # A browser saves a file by a click on a link: the page's script clicks this hidden button.
         download = gr.DownloadButton(elem_id="trace-download", elem_classes="view-hidden")
     pictures = [_picture("First trace", "trace-heat-1"), _picture("Second trace", "trace-heat-2")]
     difference = heat_map(
@@ -60,21 +60,21 @@ def build(selection: Selection) -> None:
         signed=True,
         elem_id="trace-difference",
         file="mlx-llama3-difference",
-        **_STILL,
+        **_HEAT_MAP,
     )
     with gr.Accordion("What is this?", open=False):
         gr.Markdown(_WHAT)
 
     draw, ids = _Draw(selection), selection.services.session_id
     quiet: dict[str, Any] = {"show_progress": "hidden", "trigger_mode": "multiple"}
-    shown = [*pictures, difference, said]
+    outputs = [*pictures, difference, summary]
     chosen = [ids, first, second]
     selection.redraw(TAB, draw.choices, [first, second], [first, second])
-    save.click(draw.save, [ids, name], [first, second, name], **quiet).success(draw.show, chosen, shown, **quiet)
-    take_in.upload(draw.take_in, take_in, [first, second], **quiet).success(draw.show, chosen, shown, **quiet)
-    delete.click(draw.delete, first, [first, second], **quiet).success(draw.show, chosen, shown, **quiet)
+    save.click(draw.save, [ids, name], [first, second, name], **quiet).success(draw.show, chosen, outputs, **quiet)
+    take_in.upload(draw.take_in, take_in, [first, second], **quiet).success(draw.show, chosen, outputs, **quiet)
+    delete.click(draw.delete, first, [first, second], **quiet).success(draw.show, chosen, outputs, **quiet)
     for control in (first, second):
-        control.input(draw.show, chosen, shown, **quiet)
+        control.input(draw.show, chosen, outputs, **quiet)
     for form, button in zip(_FORMATS, exports, strict=True):
         button.click(partial(draw.export, form), [ids, first], download, **quiet).success(
             None, None, None, js="() => document.querySelector('#trace-download').click()"
@@ -82,7 +82,7 @@ def build(selection: Selection) -> None:
 
 
 def _picture(label: str, elem_id: str) -> gr.HTML:
-    return heat_map(label, share=True, elem_id=elem_id, file="mlx-llama3-trace", **_STILL)
+    return heat_map(label, share=True, elem_id=elem_id, file="mlx-llama3-trace", **_HEAT_MAP)
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class _Draw:
     selection: Selection
 
     def choices(self, session: Session | None, _: Cell | None, first: str | None, second: str | None) -> list[Any]:
-        """What can be opened now; what is chosen stays, also if it is chosen while this answer is on its way."""
+        """Update the choices. An unchanged selection is not sent: it could overwrite a newer one in the page."""
         updates = _dropdowns(first, second)
         for update, chosen in zip(updates, (first, second), strict=True):
             if update["value"] == chosen:
@@ -98,38 +98,40 @@ class _Draw:
         return updates
 
     def save(self, session_id: str, name: str) -> list[Any]:
-        """Keep the trace of the conversation as it is now."""
+        """Save the current trace of the conversation."""
         session = self.selection.services.need_session(session_id)
-        kept = told(self.selection.services, trace_files.save, session.trace, name or session.title)
-        return [*_dropdowns(kept, None), ""]
+        trace_id = call_reporting_errors(
+            self.selection.services, saved_traces.save, session.trace, name or session.title
+        )
+        return [*_dropdowns(trace_id, None), ""]
 
     def take_in(self, file: str) -> list[Any]:
-        """Keep a file that the person chose, if it is a trace."""
+        """Save a copy of an uploaded trace file."""
         path = Path(file)
-        return _dropdowns(told(self.selection.services, trace_files.take_in, path, path.stem), None)
+        return _dropdowns(call_reporting_errors(self.selection.services, saved_traces.take_in, path, path.stem), None)
 
     def delete(self, trace: str | None) -> list[Any]:
         """Delete the first trace."""
         if trace in (None, _CURRENT):
             raise self.selection.services.error("Choose a saved trace to delete.")
-        told(self.selection.services, trace_files.delete, trace)
+        call_reporting_errors(self.selection.services, saved_traces.delete, trace)
         return _dropdowns(None, None)
 
     def show(self, session_id: str, first: str | None, second: str | None) -> list[Any]:
         """Draw the chosen traces, and their difference if there are two."""
-        return told(self.selection.services, self._show, session_id, first, second)
+        return call_reporting_errors(self.selection.services, self._show, session_id, first, second)
 
     def _show(self, session_id: str, first: str | None, second: str | None) -> list[Any]:
         traces = [self._trace(session_id, chosen) for chosen in (first, second)]
-        pictures = [_drawn(trace) for trace in traces]
+        pictures = [_picture_update(trace) for trace in traces]
         a, b = traces
         if a is None or b is None:
             return [*pictures, gr.update(visible=False), "" if a is None else _about(a)]
         return [*pictures, gr.update(value=_difference(a, b), visible=True), _comparison(a, b)]
 
     def export(self, form: str, session_id: str, chosen: str | None) -> str:
-        """A file of the first trace, in a folder of the server's own that ends with it."""
-        return told(self.selection.services, self._export, session_id, chosen, form)
+        """Write the first trace to a file in the server's temporary folder; returns its path."""
+        return call_reporting_errors(self.selection.services, self._export, session_id, chosen, form)
 
     def _export(self, session_id: str, chosen: str | None, form: str) -> str:
         trace = self._trace(session_id, chosen)
@@ -148,24 +150,24 @@ class _Draw:
             return None
         if chosen == _CURRENT:
             return self.selection.services.need_session(session_id).trace
-        return trace_files.open_trace(chosen)
+        return saved_traces.open_trace(chosen)
 
 
 def _dropdowns(first: str | None, second: str | None) -> list[Any]:
-    names = [("Current conversation", _CURRENT), *trace_files.listed()]
-    there = {trace_id for _, trace_id in names}
+    names = [("Current conversation", _CURRENT), *saved_traces.listed()]
+    ids = {trace_id for _, trace_id in names}
     return [
-        gr.update(choices=names, value=first if first in there else None),
-        gr.update(choices=[("Nothing", None), *names], value=second if second in there else None),
+        gr.update(choices=names, value=first if first in ids else None),
+        gr.update(choices=[("Nothing", None), *names], value=second if second in ids else None),
     ]
 
 
-def _drawn(trace: Trace | None) -> Any:
+def _picture_update(trace: Trace | None) -> Any:
     return gr.update(visible=False) if trace is None else gr.update(value=payload(trace), visible=True)
 
 
 def _difference(a: Trace, b: Trace) -> dict[str, Any]:
-    """A heat map's value: the norms of `a` minus those of `b`, as far as both go."""
+    """A heat map's value: the norms of `a` minus those of `b`, for the positions that both have."""
     if a.norms.shape[1] != b.norms.shape[1]:
         raise UserError(
             f"the traces have {a.norms.shape[1]} and {b.norms.shape[1]} layers; a difference needs the same number"

@@ -1,4 +1,4 @@
-"""What if: scale or silence a branch or a head, see how the next token changes, and go on chatting under the edits."""
+"""The what-if view: scale or silence a branch or a head, compare the next token, and chat with the edited model."""
 
 from dataclasses import dataclass
 from html import escape
@@ -8,7 +8,7 @@ import gradio as gr
 
 from app.options.edits import edit_text
 from app.ui import html
-from app.ui.session.selection import Cell, Selection, told
+from app.ui.session.selection import Cell, Selection, call_reporting_errors
 from app.ui.session.session import Session
 from app.ui.views.what_if_effect import Change, compare, read_edits
 from mlx_llama3.model.hooks.edits import Scale, edited
@@ -16,12 +16,12 @@ from mlx_llama3.model.hooks.edits import Scale, edited
 TAB = "What if"
 _WHAT = """
 An edit multiplies the update of a layer's **attention** or **MLP**, or one attention **head**, by a factor, at every
-position: 0 silences it, 1 changes nothing, 2 doubles it. The model itself is never changed; a twin that shares its
-weights runs under the edits.
+position: 0 silences it, 1 changes nothing, 2 doubles it. The model itself is never changed; a copy that shares its
+weights runs with the edits.
 
 *Compare* runs the conversation up to the selected token (or the last one) with and without the edits and shows what
-would come next. *Use in the chat* lets the chat go on under them: the next answer reads the whole conversation anew,
-and all other tabs then look into the edited model. An edit is written `layer:attention=factor`, `layer:mlp=factor` or
+would come next. *Use in the chat* continues the chat with them: the next answer reads the whole conversation anew,
+and all other tabs then inspect the edited model. An edit is written `layer:attention=factor`, `layer:mlp=factor` or
 `layer:head:number=factor`.
 """
 _BRANCHES = [("Attention", "attention"), ("MLP", "mlp"), ("One head", "head")]
@@ -29,7 +29,7 @@ _NO_MODEL = "No model is loaded: choose one at the top and press Load."
 
 
 def build(selection: Selection) -> None:
-    """Make the view in the current tab and wire it."""
+    """Create the view in the current tab and connect its events."""
     services = selection.services
     with gr.Row(elem_classes="view-row"):
         layer = gr.Number(0, label="Layer", precision=0, minimum=0, elem_id="what-if-layer", min_width=80)
@@ -70,7 +70,7 @@ class _Draw:
     selection: Selection
 
     def state(self, session: Session | None, cell: Cell | None) -> list[Any]:
-        """Under which edits the chat runs now; the selected layer is offered for the next edit."""
+        """Show the edits in use; the selected layer becomes the default for the next edit."""
         if session is None:
             return [html.empty(_NO_MODEL), gr.skip()]
         last = session.opened.model.args.n_layers - 1
@@ -79,17 +79,17 @@ class _Draw:
     def add(
         self, session_id: str, edits: list[str], layer: float, branch: str, head: float, factor: float
     ) -> list[str] | Any:
-        """The list with one more edit; one of the same place is replaced."""
+        """Add an edit to the list; it replaces one of the same branch or head."""
         session = self.selection.services.need_session(session_id)
         new = Scale(int(layer), branch, float(factor), int(head) if branch == "head" else None)
-        told(self.selection.services, edited, session.opened.model, [new])
+        call_reporting_errors(self.selection.services, edited, session.opened.model, [new])
         place = edit_text(new).partition("=")[0]
-        kept = [text for text in edits or [] if text.partition("=")[0].strip() != place]
-        texts = [*kept, edit_text(new)]
+        others = [text for text in edits or [] if text.partition("=")[0].strip() != place]
+        texts = [*others, edit_text(new)]
         return gr.update(choices=texts, value=texts)
 
     def compare(self, session_id: str, edits: list[str]) -> str:
-        """What the edits do to the token after the selected one."""
+        """Compare the next token after the selected one with and without the edits."""
         services = self.selection.services
         session = services.need_session(session_id)
         cell = self.selection.find(session_id)
@@ -99,20 +99,22 @@ class _Draw:
         if not edits:
             raise services.error("There is no edit yet: choose a layer and a branch, and press Add.")
         position = cell.position if cell else count - 1
-        change = told(services, lambda: services.engine.run(compare, session, position, read_edits(edits)))
+        change = call_reporting_errors(
+            services, lambda: services.engine.run(compare, session, position, read_edits(edits))
+        )
         return _result(session, change, edits)
 
     def apply(self, session_id: str, edits: list[str]) -> list[Any]:
-        """Let the chat go on under the edits."""
+        """Continue the chat with the edits."""
         services = self.selection.services
         session = services.need_session(session_id)
-        if session.asked is not None:
+        if session.request is not None:
             raise services.error("The answer is still being written: wait for it, or press Esc to stop it.")
-        told(services, lambda: services.engine.run(session.set_edits, read_edits(edits or [])))
+        call_reporting_errors(services, lambda: services.engine.run(session.set_edits, read_edits(edits or [])))
         return [_used(session), services.next_change()]
 
     def plain(self, session_id: str) -> list[Any]:
-        """Let the chat go on without edits."""
+        """Continue the chat without edits."""
         return self.apply(session_id, [])
 
 
@@ -133,7 +135,7 @@ def _result(session: Session, change: Change, edits: list[str]) -> str:
     piece = html.token(session.trace.pieces[change.position], 30)
     rows = []
     for token, text, p, q in change.tokens:
-        name = html.token(text, 24) + (" <small>came next</small>" if token == change.came else "")
+        name = html.token(text, 24) + (" <small>came next</small>" if token == change.chosen else "")
         bars = (
             f'<td class="wide">{html.bar_cell(share, 1.0)}</td><td class="figure">{html.percent(share)}</td>'
             for share in (p, q)

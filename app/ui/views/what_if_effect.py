@@ -1,4 +1,4 @@
-"""What if: the next-token distribution of the plain model beside that of an edited one, at one position."""
+"""Compares the next-token distributions of the plain and an edited model at one position."""
 
 import argparse
 from collections.abc import Sequence
@@ -16,27 +16,27 @@ from mlx_llama3.model.transformer import Transformer
 
 import mlx.core as mx
 
-SHOWN = 8
+BEST = 8
 
 
 @dataclass(frozen=True)
 class Change:
-    """What edits do to the next token after `position`.
+    """The effect of edits on the next token after `position`.
 
-    kl: Kullback-Leibler divergence of the edited from the plain distribution, nats. moved: the probability that goes to
-    other tokens, 0 to 1 (total variation). tokens: id, text, probability before and after, of the best of both. came:
-    the id that really came next, None at the end of the trace.
+    kl: the Kullback-Leibler divergence KL(plain || edited), in nats. moved: the total variation distance, 0 to 1.
+    tokens: (id, text, probability before, after) of the best tokens of both. chosen: the id of the actual next token,
+    None at the end of the trace.
     """
 
     position: int
     kl: float
     moved: float
     tokens: list[tuple[int, str, float, float]]
-    came: int | None
+    chosen: int | None
 
 
 def read_edits(texts: Sequence[str]) -> list[Scale]:
-    """`3:mlp=0`, `5:head:2=0.5`, ... Raises `UserError` for one that is none."""
+    """Parse `3:mlp=0`, `5:head:2=0.5`, ... Raises `UserError` for a malformed edit."""
     try:
         return [scale_edit(text.strip()) for text in texts]
     except argparse.ArgumentTypeError as error:
@@ -46,24 +46,24 @@ def read_edits(texts: Sequence[str]) -> list[Scale]:
 def compare(session: Session, position: int, edits: Sequence[Scale]) -> Change:
     """Run the tokens up to `position` with and without `edits`; on the engine's thread.
 
-    An edit changes every state after it, so the cache of the conversation is of no use: this costs two prompts.
+    An edit changes all later states, so the conversation's cache cannot be reused: this costs two prefills.
     """
     tokens = session.trace.tokens.tolist()
     plain = session.opened.model
     before = _logprobs(plain, tokens[: position + 1])
     after = _logprobs(edited(plain, edits), tokens[: position + 1])
     p, q = np.exp(before), np.exp(after)
-    best = dict.fromkeys([*np.argsort(-p)[:SHOWN].tolist(), *np.argsort(-q)[:SHOWN].tolist()])
-    came = tokens[position + 1] if position + 1 < len(tokens) else None
-    if came is not None:
-        best[came] = None
+    best = dict.fromkeys([*np.argsort(-p)[:BEST].tolist(), *np.argsort(-q)[:BEST].tolist()])
+    chosen = tokens[position + 1] if position + 1 < len(tokens) else None
+    if chosen is not None:
+        best[chosen] = None
     rows = [(token, session.piece(token), float(p[token]), float(q[token])) for token in best]
     return Change(
         position,
         kl=float((p * (before - after)).sum()),
         moved=float(np.abs(p - q).sum() / 2),
         tokens=sorted(rows, key=lambda row: -max(row[2:])),
-        came=came,
+        chosen=chosen,
     )
 
 

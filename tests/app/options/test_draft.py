@@ -16,7 +16,7 @@ from app.options.draft import Drafting
 from app.options.model import OpenModel
 from app.ui.panels.models import Loader
 from app.ui.session.mlx_thread import Engine
-from app.ui.session.session import Asked, Session, Sessions
+from app.ui.session.session import ChatRequest, Session, Sessions
 from mlx_llama3.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
 QUESTION = "Repeat word for word: The keeper climbed the stairs, cleaned the glass and lit the flame."
@@ -146,7 +146,7 @@ def test_every_tab_drafts_with_its_own(opened_tiny):
     assert first.conversation.draft is not second.conversation.draft
     tokenizer = opened_tiny.tokenizer
     opened_tiny.model.replies = [[*tokenizer.encode(WORDS * 4), min(tokenizer.stop_ids)]]
-    steps = first.answer(Asked(partial(first.send, "Count."), [], ""))
+    steps = first.answer(ChatRequest(partial(first.send, "Count."), [], ""))
     assert "".join(step.text for step in steps) == WORDS * 4
     assert first.conversation.draft.accepted > 10 and second.conversation.draft.proposed == 0
     assert first.trace.norms.shape[-1] == len(first.trace.tokens) >= first.conversation.used  # every kept position
@@ -202,6 +202,6 @@ def test_the_gauge_of_the_page_tells_the_share(opened_tiny):
     assert 'title=""' in _gauge(session, 9.5)
     tokenizer = opened_tiny.tokenizer
     opened_tiny.model.replies = [[*tokenizer.encode(WORDS * 4), min(tokenizer.stop_ids)]]
-    list(session.answer(Asked(partial(session.send, "Count."), [], "")))
+    list(session.answer(ChatRequest(partial(session.send, "Count."), [], "")))
     draft = session.conversation.draft
     assert f'title="{draft.acceptance:.0%} of {draft.proposed} drafted tokens were right"' in _gauge(session, 9.5)

@@ -1,4 +1,4 @@
-"""The app with the real demo model, and a browser in which every error and every request that leaves is a failure."""
+"""The app with the real demo model, and a browser in which any error, or any request to another host, is a failure."""
 
 import os
 import re
@@ -16,7 +16,7 @@ PLACES = [
     "/Applications/Chromium.app/Contents/MacOS/Chromium",
 ]
 CHROMIUM = next(filter(None, map(shutil.which, PLACES)), None)
-# The browser itself must ask nobody either, or it could not be told from the page.
+# Without these flags the browser's own requests could not be distinguished from the page's.
 FLAGS = [
     "--no-sandbox",
     "--disable-gpu",
@@ -26,11 +26,11 @@ FLAGS = [
     "--disable-component-update",
     "--disable-sync",
 ]
-ANSWER = 240_000  # milliseconds; the demo model needs two seconds, a busy machine many more
+ANSWER = 240_000  # milliseconds; the demo model needs two seconds, on a busy machine many more
 
 
 def pytest_collection_modifyitems(items):
-    """A browser's test that ran out of time, as happens on a loaded machine, is tried again; one that fails is not."""
+    """Rerun a browser test that timed out, as happens on a busy machine; do not rerun one that fails."""
     for item in items:
         if "chromium" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.flaky(reruns=2, only_rerun=["TimeoutError"]))
@@ -45,7 +45,7 @@ def pytest_terminal_summary(terminalreporter):
 
 @pytest.fixture(scope="session")
 def data_folder(tmp_path_factory) -> Iterator[Path]:
-    """The folder of saved conversations, of the tests' own."""
+    """The tests' own folder for saved conversations."""
     folder = tmp_path_factory.mktemp("data")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MLX_LLAMA3_DATA", str(folder))
@@ -54,7 +54,7 @@ def data_folder(tmp_path_factory) -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def address(demo_folder, data_folder) -> Iterator[str]:
-    """The app, served for all tests of a run."""
+    """The address of the app, which is served for all tests of a run."""
     from app.ui.server import serving
 
     with serving("demo", None) as address:
@@ -76,22 +76,22 @@ def chromium():
 
 
 class Tab:
-    """A tab with the page, and the moves that people make in it. `page` is Playwright's."""
+    """A browser tab with the app, and the actions of a user. page: Playwright's."""
 
     def __init__(self, page, address: str) -> None:
         self.page, self.address = page, address
         self.faults: list[str] = []
-        self.leaving = False  # Gradio complains of a stream that breaks off when its page goes
+        self.leaving = False  # Gradio logs an error when a page is left during a stream
         page.on("pageerror", lambda error: self.faults.append(f"page error: {error}"))
-        page.on("console", self._hear)
-        page.on("request", self._watch)
+        page.on("console", self._on_console)
+        page.on("request", self._on_request)
         page.on("dialog", lambda dialog: dialog.accept())
 
-    def _hear(self, said) -> None:
-        if said.type == "error" and not self.leaving:
-            self.faults.append(f"console: {said.text}")
+    def _on_console(self, message) -> None:
+        if message.type == "error" and not self.leaving:
+            self.faults.append(f"console: {message.text}")
 
-    def _watch(self, request) -> None:
+    def _on_request(self, request) -> None:
         if not request.url.startswith((self.address, "data:", "blob:")):
             self.faults.append(f"a request leaves: {request.url}")
 
@@ -116,11 +116,11 @@ class Tab:
         self.answering()
 
     def answering(self) -> None:
-        """Wait until an answer has begun. Gradio shows one button before it hides the other: for both to be settled."""
+        """Wait until an answer has started: Stop is visible, and Send, which Gradio hides later, is not."""
         self.page.wait_for_function("document.querySelector('#stop') && !document.querySelector('#send')")
 
     def answered(self) -> None:
-        """Wait until the answer that has begun is over."""
+        """Wait until the running answer has ended."""
         self.page.wait_for_function(
             "document.querySelector('#send') && !document.querySelector('#stop')", timeout=ANSWER
         )
@@ -145,13 +145,13 @@ class Tab:
         self.page.keyboard.press("Escape")
 
     def used(self) -> int:
-        """Tokens of context that the gauge shows."""
+        """The tokens of context that the gauge shows."""
         return int(re.search(r"([\d,]+) / ", self.page.inner_text("#gauge"))[1].replace(",", ""))
 
 
 @pytest.fixture
 def new_tab(chromium, address):
-    """Makes tabs, each as a browser of its own; at the end there must have been no fault in any of them."""
+    """Creates tabs, each in its own browser context; fails at the end if a tab had a fault."""
     contexts, tabs = [], []
 
     def make(**options) -> Tab:
@@ -172,9 +172,9 @@ def tab(new_tab) -> Tab:
 
 @pytest.fixture(scope="session")
 def view_server(demo_folder, data_folder, address):
-    """The views on a page of their own, with the demo model, which has answered one question.
+    """The views on a separate page, with the demo model, which has answered one question.
 
-    After the app's own server (`address`), which tells Gradio its folder for uploads through the environment.
+    It depends on `address`, because that server sets Gradio's upload folder in the environment.
     """
     from view_page import QUESTION, view_page
 
@@ -187,9 +187,9 @@ def view_server(demo_folder, data_folder, address):
 
 @pytest.fixture
 def view_tab(chromium, view_server):
-    """Opens that page with nothing selected, at a given size; at the end there must have been no fault."""
+    """Opens that page at a given size with nothing selected; fails at the end if it had a fault."""
     contexts, tabs = [], []
-    view_server.session.selected = None  # a cell of the test before would look like one that this test selects
+    view_server.session.selected = None  # a selection of the previous test would look like one of this test
 
     def make(width: int = 900, height: int = 900, **options):
         contexts.append(chromium.new_context(viewport={"width": width, "height": height}, **options))

@@ -1,4 +1,4 @@
-"""Nobody but this machine's own page is served, over raw HTTP."""
+"""The server answers only its own page on this machine; tested over raw HTTP."""
 
 import http.client
 import json
@@ -9,16 +9,16 @@ import pytest
 
 @pytest.fixture
 def request_(address):
-    """One request with exactly these headers; returns its status and headers."""
+    """Sends a request with exactly these headers; returns the status and headers of the response."""
     host, port = urlsplit(address).hostname, urlsplit(address).port
 
     def send(method="GET", path="/", body=None, **headers):
         connection = http.client.HTTPConnection(host, port, timeout=30)
         connection.putrequest(method, path, skip_host=True, skip_accept_encoding=True)
-        named = {"Host": f"{host}:{port}"} | {name.replace("_", "-"): value for name, value in headers.items()}
+        sent = {"Host": f"{host}:{port}"} | {name.replace("_", "-"): value for name, value in headers.items()}
         if body is not None:
-            named["Content-Length"] = str(len(body))
-        for name, value in named.items():
+            sent["Content-Length"] = str(len(body))
+        for name, value in sent.items():
             connection.putheader(name, value)
         connection.endheaders(body)
         response = connection.getresponse()
@@ -72,7 +72,7 @@ def test_a_link_from_elsewhere_may_lead_to_the_page_and_to_nothing_else(request_
 
 def test_the_page_itself_is_not_refused(request_, address):
     own = {"Origin": address.rstrip("/"), "Sec_Fetch_Site": "same-origin"}
-    assert request_("POST", JOIN, b"{}", Content_Type="application/json", **own)[0] == 422  # understood, and empty
+    assert request_("POST", JOIN, b"{}", Content_Type="application/json", **own)[0] == 422  # accepted, but empty
 
 
 @pytest.mark.parametrize("path", ["/docs", "/redoc", "/openapi.json", "/monitoring", "/gradio_api/mcp"])

@@ -1,4 +1,4 @@
-"""The page in a real browser, with the real demo model behind it."""
+"""The page in a real browser, with the real demo model."""
 
 import json
 import re
@@ -8,7 +8,7 @@ from app.ui.panels import convert as convert_panel
 from app.ui.panels.conversations import Conversations
 from convert.conversion.to_mlx import convert
 
-# Set in the page: when Escape was pressed, and when Send was there again.
+# Records in the page when Escape was pressed, and when Send was visible again.
 WATCH_STOP = """() => {
     window.pressed = window.stopped = null;
     addEventListener("keydown", () => { window.pressed ??= performance.now(); }, true);
@@ -26,9 +26,9 @@ def test_first_question_to_streamed_answer(tab, data_folder):
     assert "tokens/s" in tab.page.inner_text("#gauge")
     tab.page.wait_for_function("document.querySelector('#conversation input').value.startsWith('What is the capital')")
     [saved] = data_folder.glob("conversations/*.json")
-    kept = json.loads(saved.read_text())
-    assert [each["content"] for each in kept["messages"]] == tab.messages()
-    assert kept["title"] == "What is the capital of France?"
+    content = json.loads(saved.read_text())
+    assert [each["content"] for each in content["messages"]] == tab.messages()
+    assert content["title"] == "What is the capital of France?"
 
 
 def test_the_answer_grows_while_it_is_made(tab):
@@ -56,7 +56,7 @@ def test_escape_stops_at_once(tab):
             break
         speed = re.search(r"([\d.]+) tokens/s", tab.page.inner_text("#gauge"))
         token = 1000 / float(speed[1]) if speed else 1000.0
-    # A token that is on its way is waited for; on a machine that is busy with other things that takes a while.
+    # The running step is waited for, which takes long on a busy machine.
     assert min(times) < 300 + (4 * token if token > 100 else 0)
 
 
@@ -113,7 +113,7 @@ def test_a_conversation_is_found_again_when_the_server_has_forgotten_the_tab(tab
     tab.say("What is the capital of France?")
     memory = json.loads(tab.page.evaluate("sessionStorage.getItem('mlx-llama3')"))
     tab.page.evaluate("m => sessionStorage.setItem('mlx-llama3', m)", json.dumps(memory | {"session": "gone"}))
-    # The old session is still there and has the conversation open; it is not taken away from it.
+    # The old session still exists and has the conversation open, so the new one does not open it.
     tab.reload()
     assert tab.messages() == []
     tab.page.click("#conversation input")
@@ -237,8 +237,8 @@ def test_controls_have_names_for_screen_readers(tab):
 
 
 def test_a_checkpoint_is_converted_or_cancelled_and_loaded(tab, demo_gguf, data_folder, monkeypatch):
-    def held_up(*arguments, on_progress, **options):
-        """A conversion that has written a block and waits to be cancelled."""
+    def blocked(*arguments, on_progress, **options):
+        """A conversion that waits, after its first block, to be cancelled."""
 
         def wait(done, total):
             on_progress.cancel.wait(30)
@@ -251,7 +251,7 @@ def test_a_checkpoint_is_converted_or_cancelled_and_loaded(tab, demo_gguf, data_
     page.fill("#convert-source textarea, #convert-source input", str(demo_gguf))
     page.fill("#convert-name textarea, #convert-name input", "converted")
     with monkeypatch.context() as patch:
-        patch.setattr(convert_panel, "convert", held_up)
+        patch.setattr(convert_panel, "convert", blocked)
         page.click("#convert-start")
         page.click("#convert-cancel")
         page.wait_for_selector("#convert-status .notice")
@@ -271,9 +271,9 @@ def test_a_checkpoint_is_converted_or_cancelled_and_loaded(tab, demo_gguf, data_
 
 
 def test_a_model_is_told_to_be_loaded_when_the_page_is_ready_for_it(tab, monkeypatch):
-    """What came to the page after that would show Send beside an answer that is being made."""
-    shown = Conversations.shown
-    monkeypatch.setattr(Conversations, "shown", lambda *given: (time.sleep(1), shown(*given))[1])
+    """Later updates of the page would show Send beside a running answer."""
+    values = Conversations.values
+    monkeypatch.setattr(Conversations, "values", lambda *arguments: (time.sleep(1), values(*arguments))[1])
     tab.page.click("#load")
     tab.page.wait_for_selector("#model-status .progress")
     tab.page.wait_for_function("document.querySelector('#model-status').innerText.includes('loaded')")

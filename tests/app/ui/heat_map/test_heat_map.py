@@ -1,4 +1,4 @@
-"""The heat map: what it is sent, what it holds, and how it keeps up. In a browser where that is the point."""
+"""The heat map: the values it is sent, those its canvas holds, and its speed; partly in a browser."""
 
 import base64
 import gc
@@ -7,13 +7,13 @@ import os
 
 import numpy as np
 import pytest
-from view_page import HEAT, held
+from view_page import HEAT, canvas_values
 
-from app.ui.heat_map import heat_map as heat
+from app.ui.heat_map import heat_map
 from app.ui.heat_map.heat_map import heat_rows, payload, rows_value
 from mlx_llama3.trace.store import Trace
 
-POINT_ROWS = (4, 1, 3)  # resid_post, attn_out, mlp_out in the order of trace.norms.POINTS
+POINT_ROWS = (4, 1, 3)  # resid_post, attn_out, mlp_out in model.hooks.norms.POINTS
 
 
 def grown(tokens: int, layers: int = 3) -> Trace:
@@ -48,12 +48,12 @@ def test_the_canvas_may_ask_for_rows_of_a_trace_that_is_still_there():
     trace = grown(5)
     name = payload(trace)["trace"]
     assert heat_rows({"trace": name, "from": 3})["tokens"] == ["t3", "t4"]
-    assert heat.find_trace(name) is trace
-    for asked in ({}, {"trace": None, "from": 0}, {"trace": ["x"], "from": 0}, {"trace": name, "from": "0"}):
-        assert heat_rows(asked) is None
+    assert heat_map.find_trace(name) is trace
+    for request in ({}, {"trace": None, "from": 0}, {"trace": ["x"], "from": 0}, {"trace": name, "from": "0"}):
+        assert heat_rows(request) is None
     del trace
     gc.collect()
-    assert heat_rows({"trace": name, "from": 0}) is None and heat.find_trace(name) is None
+    assert heat_rows({"trace": name, "from": 0}) is None and heat_map.find_trace(name) is None
 
 
 def test_a_new_trace_has_a_new_name_though_memory_is_used_again():
@@ -79,7 +79,7 @@ def live(view_tab, view_server):
 
 def test_the_canvas_holds_what_the_library_measured(live, view_server):
     trace = view_server.session.trace
-    np.testing.assert_array_equal(held(live), trace.norms[list(POINT_ROWS)])
+    np.testing.assert_array_equal(canvas_values(live), trace.norms[list(POINT_ROWS)])
     assert live.evaluate(f"({HEAT})('live-heat').heatData.tokens") == trace.pieces
 
 
@@ -91,8 +91,8 @@ def test_what_is_drawn_is_a_colour_of_the_scale_and_the_hidden_first_token_is_no
         const y = (6 + (29 - row + 0.5) * tall) * ratio;
         return [...canvas.getContext('2d').getImageData(x, y, 1, 1).data];
     }"""
-    values = held(live)[0]
-    ramp = heat.ramp().astype(int)
+    values = canvas_values(live)[0]
+    ramp = heat_map.ramp().astype(int)
     counted = np.log(values[:, 1:])
     for row, column in ((0, 1), (29, 5), (12, 20)):
         level = (np.log(values[row, column]) - counted.min()) / (counted.max() - counted.min())
@@ -108,7 +108,7 @@ def test_keys_move_the_selection_and_a_screen_reader_hears_it(live, view_server)
     norms, pieces = view_server.session.trace.norms, view_server.session.trace.pieces
     box = live.locator("#live-heat .heat-scroll")
     box.focus()
-    live.wait_for_timeout(300)  # the cell that is selected already is shown first
+    live.wait_for_timeout(300)  # the previous selection is drawn first
     live.keyboard.press("Home")
     live.keyboard.press("ArrowRight")
     live.keyboard.press("ArrowRight")
@@ -150,18 +150,18 @@ def test_the_picture_is_saved_whole(live):
 
 
 def test_rows_that_were_missed_are_fetched(view_tab, view_server, monkeypatch):
-    """An update that begins behind what the canvas holds, as after a merged one or in a tab opened late."""
+    """An update that starts after the canvas's last row, as after a merged one or in a tab that was opened late."""
     page = view_tab()
     for name, value in {"begin": 200, "tokens": 20, "late": True}.items():
         monkeypatch.setattr(view_server.source, name, value)
     page.click("#stream")
     page.wait_for_function(f"({HEAT})('live-heat').heatData.count === 220")
     norms = np.random.default_rng(0).lognormal(4, 1, (5, 30, 220)).astype(np.float32)
-    np.testing.assert_array_equal(held(page), norms[list(POINT_ROWS)])
+    np.testing.assert_array_equal(canvas_values(page), norms[list(POINT_ROWS)])
 
 
 def stream(page, server, begin: int, tokens: int) -> tuple[float, list[int]]:
-    """Stream and return (pictures with something new a second, heap in bytes after a collection at four moments)."""
+    """Stream; returns (pictures with new values per second, heap bytes after a collection at four moments)."""
     server.source.begin, server.source.tokens = begin, tokens
     devtools = page.context.new_cdp_session(page)
     devtools.send("Performance.enable")
@@ -184,16 +184,16 @@ def stream(page, server, begin: int, tokens: int) -> tuple[float, list[int]]:
     [(3400, 600), pytest.param(0, 4000, marks=pytest.mark.skipif("SOAK" not in os.environ, reason="make soak"))],
 )
 def test_a_long_fast_stream_is_shown_as_it_comes_and_memory_stays(view_tab, view_server, begin, tokens):
-    """100 tokens a second of 30 layers, up to 4,000: at least 10 pictures a second, where nothing else runs, and a heap
+    """100 tokens per second of 30 layers, up to 4,000: at least 10 pictures per second on an idle machine, and a heap
     that does not grow."""
     page = view_tab()
     rate, heaps = stream(page, view_server, begin, tokens)
     print(f"{rate:.1f} pictures a second; heap {[round(each / 1e6, 1) for each in heaps]} MB")
-    values = held(page)
+    values = canvas_values(page)
     assert values.shape == (3, 30, 4000)
     norms = np.random.default_rng(0).lognormal(4, 1, (5, 30, begin + tokens)).astype(np.float32)
     np.testing.assert_array_equal(values, norms[list(POINT_ROWS)])
-    if "SOAK" in os.environ:  # in a run of all tests the machine is busy with others
+    if "SOAK" in os.environ:  # in a run of all tests the machine is busy
         assert rate >= 10
     assert heaps[-1] - heaps[0] < 8e6
     at_the_end = page.evaluate(

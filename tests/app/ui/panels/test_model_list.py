@@ -1,11 +1,11 @@
-"""Which models there are, and what memory they need."""
+"""The models on this machine, and the memory that they need."""
 
 import json
 
 import pytest
 from tiny_models import tiny_args, write_folder
 
-from app.ui.panels import model_list as catalogue
+from app.ui.panels import model_list
 from mlx_llama3.errors import UserError
 from mlx_llama3.system.hub import ALIASES
 
@@ -29,13 +29,13 @@ def cached(tmp_path, repository, kind="llama"):
 
 
 def test_choices_are_the_demo_what_was_converted_what_is_cached_and_the_aliases(tmp_path, monkeypatch):
-    mine = write_folder(catalogue.models_dir() / "mine", tiny_args())
-    (catalogue.models_dir() / ".half.partial-1").mkdir()
+    mine = write_folder(model_list.models_dir() / "mine", tiny_args())
+    (model_list.models_dir() / ".half.partial-1").mkdir()
     cached(tmp_path, "org/llama")
     cached(tmp_path, "org/other", kind="mistral")
     cached(tmp_path, ALIASES["llama3.2-1b"])
-    monkeypatch.setattr(catalogue, "scan_cache", lambda: None, raising=False)
-    names = [name for _, name in catalogue.choices()]
+    monkeypatch.setattr(model_list, "scan_cache", lambda: None, raising=False)
+    names = [name for _, name in model_list.choices()]
     assert names[:2] == ["demo", str(mine)]
     assert names[2:4] == [ALIASES["llama3.2-1b"], "org/llama"]
     assert names[4:] == [alias for alias in ALIASES if alias != "llama3.2-1b"]
@@ -43,7 +43,7 @@ def test_choices_are_the_demo_what_was_converted_what_is_cached_and_the_aliases(
 
 def test_needs_counts_what_the_loaded_model_takes(tmp_path):
     folder = write_folder(tmp_path / "model", tiny_args())
-    weights, cache = catalogue.needs(folder)
+    weights, cache = model_list.needs(folder)
     from mlx_llama3.checkpoint.loading import load_model
 
     model = load_model(folder)
@@ -59,13 +59,13 @@ def model_arrays(model):
 
 def test_estimate_is_a_sentence(tmp_path):
     folder = write_folder(tmp_path / "model", tiny_args())
-    assert "needs about" in catalogue.estimate(str(folder)) and "available" in catalogue.estimate(str(folder))
+    assert "needs about" in model_list.estimate(str(folder)) and "available" in model_list.estimate(str(folder))
     snapshot = cached(tmp_path, "org/llama")
-    assert catalogue.estimate("org/llama") == catalogue.estimate(str(snapshot))
-    assert catalogue.estimate("org/absent") == "not on this machine: Load downloads it"
-    assert catalogue.estimate("/nowhere/at/all") == "no such model"
+    assert model_list.estimate("org/llama") == model_list.estimate(str(snapshot))
+    assert model_list.estimate("org/absent") == "not on this machine: Load downloads it"
+    assert model_list.estimate("/nowhere/at/all") == "no such model"
     empty = tmp_path / "empty"
     empty.mkdir()
-    assert "config.json" in catalogue.estimate(str(empty))
+    assert "config.json" in model_list.estimate(str(empty))
     with pytest.raises(UserError):
-        catalogue.needs(empty)
+        model_list.needs(empty)

@@ -1,4 +1,4 @@
-"""The settings drawer's values, given to a conversation."""
+"""The settings drawer's values and a conversation's settings."""
 
 import gradio as gr
 import pytest
@@ -29,7 +29,7 @@ def test_what_is_shown_is_what_was_applied(conversation):
     assert [each.value for each in panel.inputs[2:]] == values()
     wanted = ["Be brief.", "roll", *values(temperature=0.7, top_k=40, seed=3, max_tokens=9)]
     settings_panel.apply(conversation, *wanted)
-    assert panel.shown(conversation) == wanted
+    assert panel.values(conversation) == wanted
     assert conversation.settings["stop"] == ["END"] and conversation.settings["logit_bias"] == {3: -1.0}
 
 

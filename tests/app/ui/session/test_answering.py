@@ -1,4 +1,4 @@
-"""One answer as a stream of few updates."""
+"""An answer arrives as a stream of few updates."""
 
 import threading
 import time
@@ -8,7 +8,7 @@ import pytest
 
 from app.ui.session.answering import answer
 from app.ui.session.mlx_thread import Engine
-from app.ui.session.session import Asked
+from app.ui.session.session import ChatRequest
 from mlx_llama3.errors import UserError
 from mlx_llama3.generation.stream import Step
 
@@ -21,15 +21,15 @@ def engine():
 
 
 class Speaker:
-    """Stands in for a session: says `words` at a pace, after reading a prompt in chunks."""
+    """A stand-in for a session: reads a prompt in chunks, then yields `words` steps, one per `pause` seconds."""
 
     def __init__(self, words: int, pause: float = 0.0, chunks: int = 1, fault: Exception | None = None) -> None:
         self.words, self.pause, self.chunks, self.fault = words, pause, chunks, fault
         self.conversation = SimpleNamespace(fed=10)
         self.closed = threading.Event()
-        self.asked = Asked(lambda **_: iter(()), [], "")
+        self.request = ChatRequest(lambda **_: iter(()), [], "")
 
-    def answer(self, _asked, *, on_prefill):
+    def answer(self, _request, *, on_prefill):
         try:
             for chunk in range(self.chunks):
                 time.sleep(self.pause)
@@ -45,7 +45,7 @@ class Speaker:
 
 def test_the_whole_text_in_at_most_twelve_updates_a_second(engine):
     speaker, started = Speaker(100, 0.01), time.monotonic()
-    updates = [(each.text, each.reason) for each in answer(engine, speaker, speaker.asked)]
+    updates = [(each.text, each.reason) for each in answer(engine, speaker, speaker.request)]
     seconds = time.monotonic() - started
     assert updates[-1] == ("x" * 100, "stop")
     assert all(reason is None for _, reason in updates[:-1])
@@ -56,30 +56,30 @@ def test_the_whole_text_in_at_most_twelve_updates_a_second(engine):
 
 def test_stop_ends_it_and_keeps_the_text(engine):
     speaker = Speaker(10_000, 0.005)
-    for progress in answer(engine, speaker, speaker.asked):
-        speaker.asked.stop.set()
+    for progress in answer(engine, speaker, speaker.request):
+        speaker.request.stop.set()
     assert progress.reason == "stopped" and 0 < progress.tokens < 100
     assert speaker.closed.is_set()
 
 
 def test_stop_while_the_prompt_is_read(engine):
     speaker = Speaker(10, 0.05, chunks=100)
-    for progress in answer(engine, speaker, speaker.asked):
+    for progress in answer(engine, speaker, speaker.request):
         assert progress.read >= 1
-        speaker.asked.stop.set()
+        speaker.request.stop.set()
     assert progress.reason == "stopped" and progress.text == "" and progress.read < 20
 
 
 def test_a_consumer_that_leaves_ends_the_generation(engine):
     speaker = Speaker(10_000, 0.005)
-    updates = answer(engine, speaker, speaker.asked)
+    updates = answer(engine, speaker, speaker.request)
     next(updates)
     updates.close()
-    assert speaker.asked.stop.is_set()
+    assert speaker.request.stop.is_set()
     assert speaker.closed.wait(5)
 
 
 def test_errors_come_through(engine):
     speaker = Speaker(2, fault=UserError("the weights are damaged"))
     with pytest.raises(UserError, match="damaged"):
-        list(answer(engine, speaker, speaker.asked))
+        list(answer(engine, speaker, speaker.request))

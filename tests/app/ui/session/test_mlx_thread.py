@@ -1,4 +1,4 @@
-"""The one MLX thread: order, cancelling, exceptions, the end. The end of a process is tested in one of its own."""
+"""The MLX thread: order, cancelling, exceptions, closing. The end of a process is tested in a subprocess."""
 
 import subprocess
 import sys
@@ -30,7 +30,7 @@ def test_everything_runs_on_one_thread(engine):
 
     assert engine.run(name) == engine.submit(name).result() == "mlx"
     assert list(engine.stream(names)) == ["mlx"] * 3
-    assert engine.run(lambda: engine.run(name)) == "mlx"  # on the thread itself, without waiting for itself
+    assert engine.run(lambda: engine.run(name)) == "mlx"  # a call from the thread itself does not deadlock
 
 
 def test_arrays_made_there_are_evaluated_there(engine):
@@ -45,7 +45,7 @@ def test_arguments_and_exceptions_come_across(engine):
     future = engine.submit(fail, 3, factor=2)
     with pytest.raises(KeyError, match="6"):
         future.result()
-    assert engine.run(name) == "mlx"  # the thread goes on
+    assert engine.run(name) == "mlx"  # the thread still works
 
 
 def test_a_stream_raises_after_the_items_before(engine):
@@ -88,7 +88,7 @@ def test_cancel_closes_the_generator_on_the_thread(engine):
     made = len(steps)
     assert closed == ["mlx"]
     engine.run(name)
-    assert len(steps) == made, "nothing is made after that"
+    assert len(steps) == made, "the generator has ended"
 
 
 def test_stop_may_be_set_before_the_stream_begins(engine):
@@ -135,7 +135,7 @@ def test_two_streams_take_turns(engine):
     assert order == ["a", "b"] * 3
 
 
-def test_take_waits_no_longer_than_it_is_told(engine):
+def test_take_waits_no_longer_than_its_timeout(engine):
     gate = threading.Event()
     stream = engine.stream(lambda: iter([gate.wait()]))
     assert stream.take(0.05) == [] and not stream.ended

@@ -1,4 +1,4 @@
-"""Sessions: the trace beside the conversation, edits, bounds. A tiny model with the demo's tokenizer."""
+"""Sessions: conversation and trace, edits, limits; a tiny model with the demo's tokenizer."""
 
 import os
 from functools import partial
@@ -9,7 +9,7 @@ import pytest
 from watched_model import WatchedModel
 
 from app.options.model import OpenModel
-from app.ui.session.session import MOST_SESSIONS, Asked, Session, Sessions
+from app.ui.session.session import MOST_SESSIONS, ChatRequest, Session, Sessions
 from mlx_llama3.errors import UserError
 from mlx_llama3.model.cache.quantized import QuantizedKVCache
 from mlx_llama3.model.cache.settings import CacheSettings
@@ -35,18 +35,18 @@ def say(session: Session, text: str, reply: str | None = None, *, stop_after: in
     if reply is not None:
         tokenizer = session.opened.tokenizer
         session.opened.model.replies = [[*tokenizer.encode(reply), min(tokenizer.stop_ids)]]
-    steps = session.answer(Asked(partial(session.send, text), [], text), max_tokens=24, **options)
-    said = ""
+    steps = session.answer(ChatRequest(partial(session.send, text), [], text), max_tokens=24, **options)
+    answer = ""
     for number, step in enumerate(steps, 1):
-        said += step.text
+        answer += step.text
         if number == stop_after:
             session.settle()
             break
-    return said
+    return answer
 
 
 def check_trace(session: Session) -> None:
-    """The trace is the conversation's ids with the norms of one pass over them."""
+    """Check that the trace has the conversation's ids, and the norms of one pass over them."""
     ids = session.trace.tokens.tolist()
     assert ids == session.conversation.ids[: len(ids)]
     assert len(ids) >= session.conversation.used - 1
@@ -66,8 +66,8 @@ def test_the_trace_covers_every_position_over_several_turns(session):
 
 
 def test_a_stopped_answer_leaves_no_gap(session):
-    said = say(session, "Hello", "One two three four five six seven eight nine.", stop_after=4)
-    assert session.messages[-1]["content"] == said
+    answer = say(session, "Hello", "One two three four five six seven eight nine.", stop_after=4)
+    assert session.messages[-1]["content"] == answer
     check_trace(session)
     say(session, "Go on", "Ten.")
     check_trace(session)
@@ -78,9 +78,9 @@ def test_undo_and_another_question_cut_the_trace(session):
     say(session, "Again", "And once more.")
     before = session.trace.norms.shape[-1]
     say(session, "x", None)
-    steps = session.answer(Asked(partial(session.send_instead, 1, "Other"), [], "Other"), max_tokens=2)
+    steps = session.answer(ChatRequest(partial(session.send_instead, 1, "Other"), [], "Other"), max_tokens=2)
     assert [step.token for step in steps]
-    assert [each["content"] for each in session.messages][::2] == ["Hello", "Other"]
+    assert [message["content"] for message in session.messages][::2] == ["Hello", "Other"]
     assert session.trace.norms.shape[-1] < before
     check_trace(session)
 
@@ -128,18 +128,18 @@ def test_another_model_goes_on_with_what_was_said(opened):
     session = sessions.add()
     say(session, "Hello", "Good day to you.")
     session.set_edits([Scale(0, "mlp", 0.0)])
-    said = session.messages
+    messages = session.messages
     sessions.close_model()
     assert sessions.find(session.id) is None
     other = OpenModel("other", WatchedModel(vocab_size=opened.tokenizer.vocab_size, max_seq_len=512), opened.tokenizer)
     sessions.open_model(other)
     assert sessions.find(session.id) is session
-    assert (session.messages, session.edits, session.model_name) == (said, [], "other")
+    assert (session.messages, session.edits, session.model_name) == (messages, [], "other")
     assert session.trace.tokens.size == 0
 
 
-def test_conversations_are_kept_in_the_cache_that_was_asked_for(opened):
-    """New, saved and reopened ones; a model that cannot have it is not opened."""
+def test_conversations_use_the_requested_cache(opened):
+    """New, saved and reopened conversations; a model that does not support the cache is not opened."""
     sessions = Sessions(CacheSettings(kv_bits=8))
     with pytest.raises(UserError, match="heads of a multiple of 64, and this model's have 16"):
         sessions.open_model(opened)
@@ -154,9 +154,9 @@ def test_conversations_are_kept_in_the_cache_that_was_asked_for(opened):
     position = session.look(20)
     assert position.cache[0].offset == 21
     session.save()
-    kept = session.saved_id
+    saved_id = session.saved_id
     session.open(opened)
-    session.open(opened, kept)
+    session.open(opened, saved_id)
     assert isinstance(session.conversation.cache[0], QuantizedKVCache)
     sessions.close_model()
     sessions.open_model(opened)
@@ -179,24 +179,24 @@ def test_the_least_recently_used_session_goes_first(opened):
     "turns", [60, pytest.param(500, marks=pytest.mark.skipif("SOAK" not in os.environ, reason="make soak"))]
 )
 def test_many_turns_keep_memory_flat(opened, turns):
-    """A conversation that rolls on in a full context: memory after a third of the turns is memory at the end."""
+    """With overflow "roll" and a full context, memory does not grow in the last two thirds of the turns."""
     session = Session(opened)
     session.conversation.overflow = "roll"
-    seen: list[tuple[float, float]] = []
+    readings: list[tuple[float, float]] = []
     for turn in range(turns):
         say(session, f"Question {turn}, " + "and what of it? " * 12, "This is what of it.")
         opened.model.prompts.clear()
-        seen.append((resident(), mx.get_active_memory() / 1e6))
+        readings.append((resident(), mx.get_active_memory() / 1e6))
     assert session.conversation.dropped or session.conversation.used < session.conversation.capacity
     assert session.trace.norms.shape[-1] <= session.conversation.capacity
-    third = seen[turns // 3 :]
-    assert third[-1][0] - third[0][0] < 30, "MB of resident memory gained"
-    assert third[-1][1] - third[0][1] < 5, "MB of MLX arrays gained"
+    later = readings[turns // 3 :]
+    assert later[-1][0] - later[0][0] < 30, "MB of resident memory gained"
+    assert later[-1][1] - later[0][1] < 5, "MB of MLX arrays gained"
     check_trace(session)
 
 
 def resident() -> float:
-    """MB of memory that the process holds now."""
+    """The resident memory of this process in MB."""
     if not Path("/proc/self/statm").exists():
         return 0.0
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6

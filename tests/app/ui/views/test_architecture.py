@@ -1,4 +1,4 @@
-"""The cards: expressions as they stand in the model's source, shapes that arrays have, statistics of real states."""
+"""The cards show expressions of the model's source, the arrays' shapes, and statistics of real states."""
 
 import inspect as python
 from pathlib import Path
@@ -11,7 +11,7 @@ from view_page import HEAT, click
 import mlx_llama3
 from app.ui.session.selection import Cell
 from app.ui.views.source_cards import CARDS, SourceFile, source
-from app.ui.views.tensor_statistics import measure, weights
+from app.ui.views.tensor_statistics import layer_weights, measure
 from mlx_llama3.checkpoint import loading
 
 ROOT = Path(python.getsourcefile(mlx_llama3)).parents[1]
@@ -56,25 +56,25 @@ def test_statistics_are_those_of_the_states(view_server, measured):
     for card, point in (("x", 0), ("attn_out", 1), ("h", 2), ("mlp_out", 3), ("y", 4)):
         assert measured.statistics[card].norm == pytest.approx(trace.norms[point, 12, 26], rel=1e-3), card
 
-    def states():
+    def card_states():
         position = session.look(26)
         block = position.model.layers[12]
-        found = {
+        states = {
             "attention_norm": block.attention_norm(position.states["resid_pre"][12]),
             "v": block.attention.wqkv(block.attention_norm(position.states["resid_pre"][12]))[2],
             "z": position.states["z"][12],
             "logits": position.logits,
         }
-        # The keys that the cache keeps of this position are the card's.
-        found["k"] = position.cache[12].fetch()[0][0, :, 26]
-        return {name: np.array(value).ravel() for name, value in found.items()}
+        # The card's keys are those in the cache.
+        states["k"] = position.cache[12].fetch()[0][0, :, 26]
+        return {name: np.array(value).ravel() for name, value in states.items()}
 
-    for name, values in view_server.engine.run(states).items():
-        found = measured.statistics[name]
-        assert found.mean == pytest.approx(values.mean(), abs=1e-4), name
-        assert (found.low, found.high) == pytest.approx((values.min(), values.max()), abs=1e-3), name
-        assert found.counts.sum() == values.size
-        np.testing.assert_allclose(found.norm, np.linalg.norm(values), rtol=1e-4)
+    for name, values in view_server.engine.run(card_states).items():
+        statistics = measured.statistics[name]
+        assert statistics.mean == pytest.approx(values.mean(), abs=1e-4), name
+        assert (statistics.low, statistics.high) == pytest.approx((values.min(), values.max()), abs=1e-3), name
+        assert statistics.counts.sum() == values.size
+        np.testing.assert_allclose(statistics.norm, np.linalg.norm(values), rtol=1e-4)
 
 
 def test_every_card_has_the_size_that_its_shape_says(view_server, measured):
@@ -86,18 +86,18 @@ def test_every_card_has_the_size_that_its_shape_says(view_server, measured):
 
 
 def test_weights_as_they_are_loaded(tmp_path, monkeypatch):
-    found = weights(tiny_model(tmp_path / "dense"), 1)
-    assert found["wk"].shape == (32, 64) and found["wk"].packed == "rows 64 to 95 of wq|wk|wv"
-    assert found["w3"].packed == "rows 96 to 191 of w1|w3" and found["w2"].shape == (64, 96)
-    assert {each.kind for each in found.values()} == {"float32, 32 bits"}
-    assert found["output"].packed == ""
+    by_name = layer_weights(tiny_model(tmp_path / "dense"), 1)
+    assert by_name["wk"].shape == (32, 64) and by_name["wk"].packed == "rows 64 to 95 of wq|wk|wv"
+    assert by_name["w3"].packed == "rows 96 to 191 of w1|w3" and by_name["w2"].shape == (64, 96)
+    assert {each.kind for each in by_name.values()} == {"float32, 32 bits"}
+    assert by_name["output"].packed == ""
     args = tiny_args(tie_word_embeddings=True)
     write_folder(tmp_path / "q", args, quantized(random_weights(args)), quantization={"bits": 4, "group_size": 32})
     monkeypatch.setattr(loading, "_fits_expanded", lambda *_: False)
-    found = weights(loading.load_model(tmp_path / "q"), 1)
-    assert found["wq"].kind == "affine, 4 bits in groups of 32" and found["wq"].shape == (64, 64)
-    assert found["attention_norm"].kind == "float32, 32 bits"
-    assert "tied" in found["output"].packed
+    by_name = layer_weights(loading.load_model(tmp_path / "q"), 1)
+    assert by_name["wq"].kind == "affine, 4 bits in groups of 32" and by_name["wq"].shape == (64, 64)
+    assert by_name["attention_norm"].kind == "float32, 32 bits"
+    assert "tied" in by_name["output"].packed
 
 
 def test_the_diagram_shows_it(view_tab, view_server):

@@ -1,4 +1,4 @@
-"""Lens and attention of the clicked cell: what the page shows is what the library computes for it."""
+"""The lens view of the clicked cell shows what the library computes."""
 
 import numpy as np
 import pytest
@@ -63,11 +63,11 @@ def test_the_lens_is_the_librarys(page, view_server, expected):
 
 def test_attention_of_every_head(page, expected):
     page.wait_for_function(f"({HEAT})('attention-heat') && ({HEAT})('attention-heat').heatData.count > 0")
-    held = page.evaluate(
+    values = page.evaluate(
         f"(() => {{ const d = ({HEAT})('attention-heat').heatData;"
         "return Array.from(d.values.subarray(0, d.size * d.count)); })()"
     )
-    np.testing.assert_array_equal(np.array(held, np.float32).reshape(TOKEN + 1, 9).T, expected["attention"])
+    np.testing.assert_array_equal(np.array(values, np.float32).reshape(TOKEN + 1, 9).T, expected["attention"])
     box = page.locator("#attention-heat canvas").bounding_box()
     page.mouse.move(box["x"] + 44 + 12 * 2.5, box["y"] + 8)
     tip = page.locator("#attention-heat .heat-tip").inner_text()
@@ -82,8 +82,8 @@ def test_attribution_of_the_next_token(page, expected):
     assert f"{parts.logit:.2f}" in page.inner_text("#lens-attribution .view-note")
     page.get_by_label("by head").check()
     page.wait_for_function(f"({HEAT})('heads-heat') && ({HEAT})('heads-heat').heatData.count === 9")
-    held = page.evaluate(f"Array.from(({HEAT})('heads-heat').heatData.values)")
-    np.testing.assert_allclose(np.array(held, np.float32).reshape(9, 30).T, parts.heads, atol=1e-5)
+    values = page.evaluate(f"Array.from(({HEAT})('heads-heat').heatData.values)")
+    np.testing.assert_allclose(np.array(values, np.float32).reshape(9, 30).T, parts.heads, atol=1e-5)
 
 
 def test_another_token_may_be_asked_about(page, view_server):
@@ -136,16 +136,18 @@ def test_without_a_selection_it_says_what_to_do(view_tab, view_server):
 
 def test_tokens_in_tables_are_escaped(view_server):
     session = view_server.session
-    found = view_server.engine.run(inspect, Cell(session, 3, 20))
-    evil = dict.fromkeys(found.texts, "<script>x</script>")
-    found = type(found)(**{**found.__dict__, "texts": evil, "piece": "<b>", "pieces": ["<i>"] * 21})
+    inspection = view_server.engine.run(inspect, Cell(session, 3, 20))
+    evil = dict.fromkeys(inspection.texts, "<script>x</script>")
+    inspection = type(inspection)(**{**inspection.__dict__, "texts": evil, "piece": "<b>", "pieces": ["<i>"] * 21})
     for draw in (lens_tables.heading, lens_tables.lens, lens_tables.promoted):
-        assert "<script" not in draw(found) and "<b>&" not in draw(found).replace("<b><code", "")
-    assert "&lt;b&gt;" in lens_tables.heading(found)
+        assert "<script" not in draw(inspection) and "<b>&" not in draw(inspection).replace("<b><code", "")
+    assert "&lt;b&gt;" in lens_tables.heading(inspection)
 
 
 def test_the_last_token_is_asked_about_the_models_best(view_server):
     session = view_server.session
     last = len(session.trace.tokens) - 1
-    found = view_server.engine.run(inspect, Cell(session, 29, last))
-    assert found.chosen is None and found.target == found.candidates[0][0] == found.lens.ids[29, 1, 0]
+    inspection = view_server.engine.run(inspect, Cell(session, 29, last))
+    assert (
+        inspection.chosen is None and inspection.target == inspection.candidates[0][0] == inspection.lens.ids[29, 1, 0]
+    )

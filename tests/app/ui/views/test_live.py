@@ -1,4 +1,4 @@
-"""The live view: a click selects a cell, which is told in numbers; what is gone is no longer selected."""
+"""The live view: a click selects a cell and shows its numbers; an out-of-range selection is dropped."""
 
 import pytest
 from view_page import HEAT, click

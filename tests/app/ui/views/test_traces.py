@@ -1,4 +1,4 @@
-"""Traces: saved, opened, compared, exported; files that are no traces are refused in a sentence."""
+"""Traces are saved, opened, compared and exported; other files are refused with a sentence."""
 
 import csv
 import io
@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from view_page import HEAT, held
+from view_page import HEAT, canvas_values
 
-from app.ui.session import saved_traces as trace_files
+from app.ui.session import saved_traces
 from app.ui.views import trace_export
 from mlx_llama3.errors import UserError
 from mlx_llama3.model.hooks.norms import POINTS
@@ -28,39 +28,39 @@ def small(tokens: int = 4, layers: int = 3, seed: int = 0) -> Trace:
 
 
 def test_saved_listed_opened_deleted(folder):
-    assert trace_files.listed() == []
-    trace_id = trace_files.save(small(), "../../My <trace>")
+    assert saved_traces.listed() == []
+    trace_id = saved_traces.save(small(), "../../My <trace>")
     assert [path.name for path in folder.iterdir()] == [f"{trace_id}.safetensors"]
-    assert trace_files.listed() == [("../../My <trace> (tiny)", trace_id)]
-    again = trace_files.open_trace(trace_id)
+    assert saved_traces.listed() == [("../../My <trace> (tiny)", trace_id)]
+    again = saved_traces.open_trace(trace_id)
     np.testing.assert_array_equal(again.norms, small().norms)
     (folder / ("0" * 16 + ".safetensors")).write_bytes(b"damaged")
     (folder / "notes.safetensors").write_bytes(b"")
-    assert len(trace_files.listed()) == 1
-    trace_files.delete(trace_id)
-    assert trace_files.listed() == []
+    assert len(saved_traces.listed()) == 1
+    saved_traces.delete(trace_id)
+    assert saved_traces.listed() == []
 
 
 @pytest.mark.parametrize("trace_id", ["../x", "/etc/passwd", "0123", "", None, 7, "g" * 16, "0" * 16 + "\n"])
 def test_what_is_no_id_never_becomes_a_path(folder, trace_id):
-    for use in (trace_files.open_trace, trace_files.delete, trace_files.path):
+    for use in (saved_traces.open_trace, saved_traces.delete, saved_traces.path):
         with pytest.raises(UserError, match="no such trace"):
             use(trace_id)
 
 
 def test_refused_in_a_sentence(folder, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="ask something first"):
-        trace_files.save(Trace.empty("tiny", 3), "x")
+        saved_traces.save(Trace.empty("tiny", 3), "x")
     with pytest.raises(UserError, match="no such file"):
-        trace_files.open_trace("0" * 16)
+        saved_traces.open_trace("0" * 16)
     other = tmp_path / "other.safetensors"
     other.write_bytes(b"\x00" * 64)
     with pytest.raises(UserError, match="cannot be read as safetensors"):
-        trace_files.take_in(other, "other")
+        saved_traces.take_in(other, "other")
     small().save(other)
     monkeypatch.setattr("mlx_llama3.system.memory.available_memory", lambda: 100)
     with pytest.raises(UserError, match="memory"):
-        trace_files.take_in(other, "other")
+        saved_traces.take_in(other, "other")
     assert not folder.exists()
 
 
@@ -71,7 +71,7 @@ def test_csv_and_json_hold_every_norm():
     row = rows[2 * 3 + 1]
     assert (row["position"], row["id"], row["token"], row["layer"]) == ("2", "2", "a\nb", "1")
     assert [np.float32(row[point]) for point in POINTS] == trace.norms[:, 1, 2].tolist()
-    assert rows[0]["token"] == "'=1"  # no formula for a spreadsheet
+    assert rows[0]["token"] == "'=1"  # not a formula for a spreadsheet
     content = json.loads(trace_export.as_json(trace))
     assert content["tokens"][1] == {"id": 1, "text": "<b>"}
     assert np.array_equal(np.array(content["norms"]["mlp_out"], np.float32), trace.norm("mlp_out"))
@@ -96,7 +96,7 @@ def test_save_open_compare_export_delete(page, view_server, folder):
     page.fill("#trace-name textarea, #trace-name input", "mine")
     page.click("#trace-save")
     page.wait_for_function(f"({HEAT})('trace-heat-1') && ({HEAT})('trace-heat-1').heatData.count === 44")
-    np.testing.assert_array_equal(held(page, "trace-heat-1"), trace.norms[[4, 1, 3]])
+    np.testing.assert_array_equal(canvas_values(page, "trace-heat-1"), trace.norms[[4, 1, 3]])
     [file] = folder.iterdir()
     np.testing.assert_array_equal(load_trace(file).norms, trace.norms)
 
@@ -110,7 +110,7 @@ def test_save_open_compare_export_delete(page, view_server, folder):
     page.wait_for_function(f"({HEAT})('trace-heat-1').heatData.count === 40")
     choose(page, "second", "Current conversation")
     page.wait_for_function(f"({HEAT})('trace-difference') && ({HEAT})('trace-difference').heatData.count === 40")
-    np.testing.assert_allclose(held(page, "trace-difference"), 0.5 * trace.norms[[4, 1, 3], :, :40], rtol=1e-5)
+    np.testing.assert_allclose(canvas_values(page, "trace-difference"), 0.5 * trace.norms[[4, 1, 3], :, :40], rtol=1e-5)
     assert "part at position 39: the first has other" in page.inner_text("#trace-said")
 
     for form in ("csv", "json", "safetensors"):
@@ -122,7 +122,7 @@ def test_save_open_compare_export_delete(page, view_server, folder):
             assert content["tokens"][39] == {"id": 5, "text": "other"}
     page.click("#trace-delete")
     page.wait_for_function("!document.querySelector('#trace-heat-1 canvas')")
-    assert len(trace_files.listed()) == 1
+    assert len(saved_traces.listed()) == 1
 
 
 def test_a_file_that_is_no_trace_is_told(page, folder, tmp_path):
@@ -133,7 +133,7 @@ def test_a_file_that_is_no_trace_is_told(page, folder, tmp_path):
 
 def test_pictures_of_a_comparison_move_together(page, view_server, folder):
     long = Trace("long", np.zeros(300, np.int32), ["x"] * 300, np.ones((5, 30, 300), np.float32))
-    trace_files.save(long, "long")
+    saved_traces.save(long, "long")
     page.get_by_role("tab", name="Live").click()
     page.get_by_role("tab", name="Traces").click()
     choose(page, "first", "long (long)")
@@ -145,7 +145,7 @@ def test_pictures_of_a_comparison_move_together(page, view_server, folder):
 
 
 def test_traces_of_other_depths_are_not_subtracted(page, folder):
-    trace_files.save(small(), "three layers")
+    saved_traces.save(small(), "three layers")
     page.get_by_role("tab", name="Live").click()
     page.get_by_role("tab", name="Traces").click()
     choose(page, "first", "three layers (tiny)")

@@ -1,4 +1,4 @@
-"""What if: the distributions before and after are those of the plain and the edited model; the chat goes on edited."""
+"""What if: the distributions are those of the plain and the edited model; the chat continues with the edits."""
 
 import numpy as np
 import pytest
@@ -44,9 +44,9 @@ def test_a_change_is_that_of_two_full_passes(view_server):
     q = view_server.engine.run(full, edited(session.opened.model, edits))
     assert change.kl == pytest.approx((p * np.log(p / q)).sum(), rel=1e-3)
     assert change.moved == pytest.approx(np.abs(p - q).sum() / 2, rel=1e-3)
-    assert change.came == session.trace.tokens[TOKEN + 1]
+    assert change.chosen == session.trace.tokens[TOKEN + 1]
     shown = {token: (before, after) for token, _, before, after in change.tokens}
-    assert {int(p.argmax()), int(q.argmax()), change.came} <= set(shown)
+    assert {int(p.argmax()), int(q.argmax()), change.chosen} <= set(shown)
     for token, (before, after) in shown.items():
         assert (before, after) == pytest.approx((p[token], q[token]), rel=2e-3, abs=1e-6)
 
@@ -101,7 +101,7 @@ def test_faults_are_sentences(view_tab, view_server, own_session):
     page.fill("#what-if-head input", "9")
     page.click("#what-if-add")
     page.wait_for_selector(".toast-body:has-text('head 9: this model has heads 0 to 8')")
-    own_session.asked = object()
+    own_session.request = object()
     page.click("#what-if-apply")
     page.wait_for_selector(".toast-body:has-text('still being written')")
-    own_session.asked = None
+    own_session.request = None
