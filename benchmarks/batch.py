@@ -1,9 +1,10 @@
-"""Throughput of many prompts in a batch beside one by one, on the same model in one run.
+"""Throughput of many prompts in batches and one by one, on the same model in one run.
 
     python benchmarks/batch.py [--model FOLDER] [--prompts 16] [--sizes 4,8] [--tokens 32] [--rounds 3]
 
-Greedy, through stop ids, so that every answer has `--tokens` tokens; the ways alternate and the order turns with each
-round. Medians of generated tokens a second (prompts' time included), and their ratios; JSON in the last line.
+Greedy; stop ids do not end an answer, so every answer has `--tokens` tokens. Batch sizes alternate, in reversed order
+in every other round. Prints medians of generated tokens per second (prefill included) and their ratios; the last line
+is JSON.
 """
 
 import argparse
@@ -52,21 +53,21 @@ def main() -> None:
             raise SystemExit(f"{count} tokens came, {options.prompts * options.tokens} were asked for")
         return time.perf_counter() - begin
 
-    ways = [0, *map(int, options.sizes.split(","))]
-    rates: dict[int, list[float]] = {way: [] for way in ways}
+    sizes = [0, *map(int, options.sizes.split(","))]
+    rates: dict[int, list[float]] = {size: [] for size in sizes}
     for round_number in range(options.rounds):
-        for way in ways if round_number % 2 == 0 else reversed(ways):
-            rates[way].append(options.prompts * options.tokens / seconds(way))
-    report({way: statistics.median(found) for way, found in rates.items()})
+        for size in sizes if round_number % 2 == 0 else reversed(sizes):
+            rates[size].append(options.prompts * options.tokens / seconds(size))
+    report({size: statistics.median(readings) for size, readings in rates.items()})
 
 
 def report(medians: dict[int, float]) -> None:
-    """The table, and the same as one line of JSON; way 0 is one by one."""
+    """Print the table, and the same as a line of JSON; batch size 0 stands for one by one."""
     alone = medians[0]
-    for way, rate in medians.items():
-        name = f"{way} at a time" if way else "one by one"
+    for size, rate in medians.items():
+        name = f"{size} at a time" if size else "one by one"
         print(f"{name:14}{rate:10.1f} tokens/s{rate / alone:8.2f}")
-    print(json.dumps({"batch": {str(way): {"tps": rate, "ratio": rate / alone} for way, rate in medians.items()}}))
+    print(json.dumps({"batch": {str(size): {"tps": rate, "ratio": rate / alone} for size, rate in medians.items()}}))
 
 
 if __name__ == "__main__":

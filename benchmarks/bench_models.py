@@ -1,4 +1,4 @@
-"""The models that the benchmarks run: each in the form that every engine reads, made once in a cache folder."""
+"""The models of the benchmarks, in the format of each engine, created once in a cache folder."""
 
 import json
 import os
@@ -10,20 +10,19 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
 
-# Llama 3.2 1B's widths (dim 2048, feed-forward 8192, 32 heads, 8 of keys and values) and tied head, random weights,
-# some layers.
+# Llama 3.2 1B's widths: dim 2048, hidden_dim 8192, 32 heads, 8 KV heads.
 WIDTHS_1B = {"dim": 2048, "n_heads": 32, "n_kv_heads": 8, "ffn_dim_multiplier": 1.5, "multiple_of": 256}
 
 
 def cache() -> Path:
-    """Where they are kept: the user's cache folder, a gigabyte in all."""
+    """The folder of the models, in the user's cache folder; a gigabyte in all."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mlx-llama3" / "benchmarks"
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
 def demo() -> dict[str, Path]:
-    """SmolLM2-135M: the GGUF file of the wheel, and what the converter makes of it."""
+    """SmolLM2-135M: the GGUF file of the wheel, and its conversions."""
     from convert.demo import demo_model
     from convert.sources.demo_gguf import demo_gguf
 
@@ -33,7 +32,7 @@ def demo() -> dict[str, Path]:
 
 
 def random_1b(layers: int) -> dict[str, Path]:
-    """1B's widths with `layers` layers: bfloat16, 4 bits in groups of 64, and the same as GGUF (Q4_1)."""
+    """Random weights in 1B's widths with `layers` layers: bfloat16, 4 bits in groups of 64, and GGUF (Q4_1)."""
     folder = cache() / f"random-1b-{layers}-layers"
     dense, packed, gguf = folder / "dense", folder / "4bit", folder / "4bit.gguf"
     if not dense.exists():
@@ -47,14 +46,14 @@ def random_1b(layers: int) -> dict[str, Path]:
 
 
 def n_weights(model: dict[str, Path]) -> int:
-    """Numbers in all matrices."""
+    """The number of weights in all matrices."""
     from mlx_llama3.checkpoint.folder import Checkpoint
 
     return Checkpoint(model["folder"]).n_weights
 
 
 def for_engine(model: dict[str, Path], engine: str) -> Path:
-    """The form of a model that an engine reads."""
+    """The path of a model in the format that an engine reads."""
     return model[{"llama.cpp": "gguf", "transformers": "dense"}.get(engine, "folder")]
 
 
@@ -67,11 +66,11 @@ def _convert(source: Path, target: Path, *options: str) -> None:
 
 
 def _write_meta(folder: Path, layers: int) -> None:
-    """A Meta checkpoint of random bfloat16 numbers, with Meta's own tokenizer: llama.cpp wants all its words."""
+    """Write a Meta checkpoint of random bfloat16 numbers, with Meta's tokenizer: llama.cpp needs all its tokens."""
     import llama_models
     from convert_memory import COMMON, write_checkpoint
 
-    if folder.exists():  # half-written by a run that was stopped
+    if folder.exists():  # incomplete, from an interrupted run
         shutil.rmtree(folder)
     params = WIDTHS_1B | COMMON | {"n_layers": layers}
     write_checkpoint(folder, params, 1, tied=True)

@@ -1,13 +1,13 @@
-"""Peak memory and speed of the converter, on synthetic checkpoints of real widths, beside mlx-lm's.
+"""Peak memory and speed of the converter on synthetic checkpoints of real widths, compared with mlx-lm.
 
     python benchmarks/convert_memory.py [--folder DISK] [--layers 4] [--skip-405b]
 
-1. Meta, 2 shards of 8B's widths (4096/14336, vocabulary 128256, some layers) -> bfloat16, -> 4 bits.
+1. Meta, 2 shards of 8B's widths (4096/14336, vocabulary 128256, `--layers` layers) -> bfloat16, -> 4 bits.
 2. Meta, 8 shards of 405B's widths (16384/53248), one layer -> 4 bits.
-3. The Hugging Face folder that (1) made -> 4 bits and -> bfloat16, by this converter and by mlx_lm.convert.
+3. The Hugging Face folder of (1) -> 4 bits and -> bfloat16, by this converter and by mlx_lm.convert.
 
-Memory is the process's peak resident set above what the same interpreter has after its imports. Times are the shortest
-of some rounds, in which the two programs alternate; they include flushing to the disk, which mlx-lm itself leaves out.
+Memory is the process's peak resident set minus its resident set after the imports. Times are the shortest of several
+rounds in which the two programs alternate. They include flushing to the disk, which mlx-lm itself does not do.
 """
 
 import argparse
@@ -36,17 +36,17 @@ WIDTHS_8B = {"dim": 4096, "n_heads": 32, "n_kv_heads": 8, "ffn_dim_multiplier": 
 WIDTHS_405B = {"dim": 16384, "n_heads": 128, "n_kv_heads": 8, "ffn_dim_multiplier": 1.2, "multiple_of": 4096}
 HIDDEN = {2048: 8192, 4096: 14336, 16384: 53248}
 COMMON = {"vocab_size": 128256, "norm_eps": 1e-05, "rope_theta": 500000.0, "use_scaled_rope": True}
-# One block of small random bfloat16 numbers, written again and again: what the numbers are costs nothing.
+# One block of small random bfloat16 numbers, written repeatedly: the values do not affect time or memory.
 BLOCK = (np.random.default_rng(0).normal(0, 0.02, 1 << 24).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
 
 
 def shapes(params: dict, count: int) -> dict[str, tuple[int, ...]]:
-    """What each of `count` ranks holds."""
+    """The shapes of the tensors in each of `count` shards."""
     dim, kv = params["dim"], params["dim"] // params["n_heads"] * params["n_kv_heads"]
     hidden, vocabulary = HIDDEN[dim] // count, params["vocab_size"] // count
-    found: dict[str, tuple[int, ...]] = {"tok_embeddings.weight": (vocabulary, dim)}
+    tensors: dict[str, tuple[int, ...]] = {"tok_embeddings.weight": (vocabulary, dim)}
     for n in range(params["n_layers"]):
-        found |= {
+        tensors |= {
             f"layers.{n}.attention.wq.weight": (dim // count, dim),
             f"layers.{n}.attention.wk.weight": (kv // count, dim),
             f"layers.{n}.attention.wv.weight": (kv // count, dim),
@@ -57,11 +57,11 @@ def shapes(params: dict, count: int) -> dict[str, tuple[int, ...]]:
             f"layers.{n}.attention_norm.weight": (dim,),
             f"layers.{n}.ffn_norm.weight": (dim,),
         }
-    return found | {"norm.weight": (dim,), "output.weight": (vocabulary, dim)}
+    return tensors | {"norm.weight": (dim,), "output.weight": (vocabulary, dim)}
 
 
 def write_checkpoint(folder: Path, params: dict, count: int, *, tied: bool = False) -> int:
-    """A checkpoint of Meta's form, if `tied` with the embedding as its head; returns its bytes."""
+    """Write a checkpoint in Meta's format, if `tied` with the embedding as its head; returns its size in bytes."""
     folder.mkdir()
     (folder / "params.json").write_text(json.dumps(params))
     write_tokenizer_model(folder / "tokenizer.model", 300)
@@ -76,18 +76,18 @@ def write_checkpoint(folder: Path, params: dict, count: int, *, tied: bool = Fal
             for key, (name, shape) in enumerate(tensors.items()):
                 with archive.open(f"consolidated/data/{key}", "w", force_zip64=True) as file:
                     remaining = int(np.prod(shape))
-                    # Norms must agree in all ranks; matrices need not differ either, but for head and embedding.
+                    # Norms must be equal in all shards. Matrices may be, but an untied head differs from the embedding.
                     start = 0 if len(shape) == 1 or (tied and name == "output.weight") else key
                     while remaining:
-                        part = BLOCK[start : start + remaining]
-                        file.write(part)
-                        remaining -= part.size
+                        block = BLOCK[start : start + remaining]
+                        file.write(block)
+                        remaining -= block.size
                         start = 0
     return sum(path.stat().st_size for path in folder.glob("*.pth"))
 
 
 class Run(NamedTuple):
-    """Seconds, peak memory in MB above the imports, seconds of processor time of all threads."""
+    """Seconds, peak memory in MB above that after the imports, CPU seconds of all threads."""
 
     seconds: float
     memory: float
@@ -95,13 +95,13 @@ class Run(NamedTuple):
 
 
 def measure(code: str) -> Run:
-    """Run a program that defines `work()`, and time that."""
+    """Run a program that defines `work()` in a subprocess, and measure that function."""
     program = f"""
 import os, pathlib, resource, sys, time
 unit = 1 if sys.platform == "darwin" else 1024
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6
 {code}
-# What the imports left is less than what they took at their peak; macOS tells only the peak.
+# The memory in use after the imports is less than their peak; macOS reports only the peak.
 now = pathlib.Path("/proc/self/statm")
 before = int(now.read_text().split()[1]) * resource.getpagesize() / 1e6 if now.exists() else peak()
 started, processor = time.perf_counter(), time.process_time()
@@ -133,7 +133,7 @@ def theirs(source: Path, target: Path, options: str) -> Run:
 
 
 def disk_speed(folder: Path) -> tuple[float, float]:
-    """MB/s of writing 2 GB, flushed, and of reading them back with the page cache dropped where that is allowed."""
+    """MB/s of writing and flushing 2 GB, and of reading them back, without the page cache if the system can drop it."""
     path, blocks = folder / "speed", 64
     started = time.perf_counter()
     with path.open("wb") as file:
@@ -155,7 +155,7 @@ def disk_speed(folder: Path) -> tuple[float, float]:
 
 
 def forget(folder: Path) -> None:
-    """Drop a folder's files from the page cache, so that nobody reads them from memory."""
+    """Drop a folder's files from the page cache, so that they are read from disk."""
     for path in folder.iterdir():
         with path.open("rb") as file:
             os.fsync(file.fileno())
@@ -164,38 +164,39 @@ def forget(folder: Path) -> None:
 
 
 def size_of(folder: Path) -> float:
-    """MB."""
+    """The size of a folder in MB."""
     return sum(path.stat().st_size for path in folder.iterdir()) / 1e6
 
 
-def run(what: str, convert: Callable[[Path, Path, str], Run], source: Path, target: Path, options: str) -> Run:
-    """Convert once, from a cold page cache where the system allows, and print the figures."""
+def run(name: str, convert: Callable[[Path, Path, str], Run], source: Path, target: Path, options: str) -> Run:
+    """Convert once, with a cold page cache if the system can drop it, and print the figures."""
     shutil.rmtree(target, ignore_errors=True)
     forget(source)
-    found = convert(source, target, options)
-    read, written = size_of(source) / found.seconds, size_of(target) / found.seconds
+    measured = convert(source, target, options)
+    read, written = size_of(source) / measured.seconds, size_of(target) / measured.seconds
     print(
-        f"{what:44} {found.memory:6.0f} MB peak {found.seconds:6.1f} s, {found.processor:6.1f} s of processor time, "
+        f"{name:44} {measured.memory:6.0f} MB peak {measured.seconds:6.1f} s, "
+        f"{measured.processor:6.1f} s of processor time, "
         f"read {read:5.0f} MB/s, written {written:5.0f} MB/s",
         flush=True,
     )
-    return found
+    return measured
 
 
-def side_by_side(work: Path, what: str, rounds: int, our_options: str, peer_options: str) -> Run:
-    """The same conversion by both, in turns; prints the ratios of the best."""
+def side_by_side(work: Path, form: str, rounds: int, our_options: str, peer_options: str) -> Run:
+    """The same conversion by both programs, alternating; prints the ratios of the fastest runs."""
     mine, peer = [], []
     for _ in range(rounds):
-        mine.append(run(f"Hugging Face -> {what}, this project", ours, work / "hf", work / "ours", our_options))
-        peer.append(run(f"Hugging Face -> {what}, mlx_lm.convert", theirs, work / "hf", work / "peer", peer_options))
+        mine.append(run(f"Hugging Face -> {form}, this project", ours, work / "hf", work / "ours", our_options))
+        peer.append(run(f"Hugging Face -> {form}, mlx_lm.convert", theirs, work / "hf", work / "peer", peer_options))
     for name in ("ours", "peer"):
         shutil.rmtree(work / name)
     (seconds, memory, processor), (their_seconds, their_memory, their_processor) = min(mine), min(peer)
     print(
-        f"{'':44} {what}: memory {memory / their_memory:.2f}, speed {their_seconds / seconds:.2f}, "
+        f"{'':44} {form}: memory {memory / their_memory:.2f}, speed {their_seconds / seconds:.2f}, "
         f"processor time {processor / their_processor:.2f} times mlx-lm's"
     )
-    return max(mine, key=lambda found: found.memory)
+    return max(mine, key=lambda measured: measured.memory)
 
 
 def main() -> int:
@@ -216,8 +217,8 @@ def main() -> int:
         peaks.append(run("Meta -> 4 bits", ours, work / "meta", work / "hf4", "recipe=make_recipe(4)"))
         shutil.rmtree(work / "meta")
         shutil.rmtree(work / "hf4")
-        for what, options in {"4 bits": ("recipe=make_recipe(4)", "quantize=True"), "bfloat16": ("", "")}.items():
-            peaks.append(side_by_side(work, what, args.rounds, *options))
+        for form, options in {"4 bits": ("recipe=make_recipe(4)", "quantize=True"), "bfloat16": ("", "")}.items():
+            peaks.append(side_by_side(work, form, args.rounds, *options))
         shutil.rmtree(work / "hf")
         if not args.skip_405b:
             params = WIDTHS_405B | COMMON | {"n_layers": 1}
@@ -225,7 +226,7 @@ def main() -> int:
             peaks.append(run("Meta -> 4 bits", ours, work / "meta", work / "out", "recipe=make_recipe(4)"))
     finally:
         shutil.rmtree(work)
-    worst = max(found.memory for found in peaks)
+    worst = max(measured.memory for measured in peaks)
     print(f"highest peak above the imports: {worst:.0f} MB; the limit is {LIMIT_MB} MB")
     return int(worst > LIMIT_MB)
 

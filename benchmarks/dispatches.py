@@ -1,7 +1,7 @@
-"""What a pass of a model asks of a GPU, counted from its graph, on any machine.
+"""Counts the GPU dispatches of a function from its graph, on any machine.
 
-A graph is recorded with `mx.export_function` while each `mx.fast` function is one opaque kernel, as it is on a GPU (on
-a CPU MLX takes it apart). Every primitive is a dispatch but for views; a concatenation copies each of its parts.
+`mx.export_function` exports the graph, with each `mx.fast` function as one opaque kernel, as on a GPU (on a CPU MLX
+expands it). Every primitive except views is a dispatch; a concatenation is one copy per input.
 """
 
 from collections import Counter, defaultdict
@@ -13,8 +13,8 @@ import mlx_llama3  # first: it puts a fast BLAS in place before MLX is loaded  #
 
 import mlx.core as mx
 
-# Primitives that only look at memory in another way. A reshape copies where axes were moved before; of the single
-# position that a decoding pass has, none are.
+# Primitives that are views and copy nothing. A reshape copies after a transposition, but not with the single position
+# of a decoding pass.
 VIEWS = {
     "AsStrided",
     "Broadcast",
@@ -29,16 +29,18 @@ VIEWS = {
     "Transpose",
     "Unflatten",
 }
-# What `mx.compile` joins with its neighbours.
+# Primitives that `mx.compile` fuses with their neighbours.
 ELEMENTWISE = {"Add", "Divide", "Exp", "Multiply", "Negative", "Sigmoid", "Square", "Subtract"}
-TWO_PASSES_FROM = 1024  # keys from which MLX's decode attention needs a second kernel, which joins its parts
+TWO_PASSES_FROM = (
+    1024  # from this number of keys on, MLX's decode attention runs a second kernel to merge partial results
+)
 
 
-def recorded(function: Callable[..., Any], *inputs: mx.array, compiled: bool = False) -> Counter[str]:
-    """Dispatches by name of what `function(*inputs)` returns, a tree of arrays; a metal kernel by its own name.
+def count_dispatches(function: Callable[..., Any], *inputs: mx.array, compiled: bool = False) -> Counter[str]:
+    """The dispatches that compute `function(*inputs)`, a tree of arrays: name -> count; a Metal kernel by its own name.
 
-    `compiled`: elementwise operations of which one feeds only others are one dispatch, as `mx.compile` makes them.
-    While a graph is recorded, what is compiled in it is taken apart.
+    compiled: count chains of elementwise operations as one dispatch, as `mx.compile` fuses them. The exported graph
+    itself has compiled functions expanded.
     """
     nodes: list[dict[str, Any]] = []
 
@@ -48,17 +50,17 @@ def recorded(function: Callable[..., Any], *inputs: mx.array, compiled: bool = F
 
     with _opaque_fast():
         mx.export_function(collect, function, *inputs)
-    joined = _joined(nodes) if compiled else set()
+    fused = _fused(nodes) if compiled else set()
     counts: Counter[str] = Counter()
     for index, node in enumerate(nodes):
-        if index not in joined:
+        if index not in fused:
             name = _title(node["arguments"][0]) if node["name"] == "CustomKernel" else node["name"]
             counts[name] += len(node["inputs"]) if name == "Concatenate" else 1
     return counts
 
 
-def _joined(nodes: list[dict[str, Any]]) -> set[int]:
-    """Those that are done with the operation that reads them: all that read them are elementwise, as they are."""
+def _fused(nodes: list[dict[str, Any]]) -> set[int]:
+    """The indices of elementwise nodes that are fused into their readers: all of these are elementwise, too."""
     readers: dict[str, list[str]] = defaultdict(list)
     for node in nodes:
         for name, *_ in node["inputs"]:
@@ -67,26 +69,26 @@ def _joined(nodes: list[dict[str, Any]]) -> set[int]:
         index
         for index, node in enumerate(nodes)
         if node["name"] in ELEMENTWISE
-        for reading in [readers[node["outputs"][0][0]]]
-        if reading and all(name in ELEMENTWISE for name in reading)
+        for names in [readers[node["outputs"][0][0]]]
+        if names and all(name in ELEMENTWISE for name in names)
     }
 
 
 def _title(name: str) -> str:
-    """`rope_qkv` of `custom_kernel_llama3_rope_qkv_float_32_...`: up to the type or the first number."""
+    """`custom_kernel_llama3_rope_qkv_float_32_...` -> `rope_qkv`: the words before the dtype or the first number."""
     words = name.removeprefix("custom_kernel_").removeprefix("llama3_").split("_")
-    kept = []
+    title = []
     for word in words:
         if word[:1].isdigit() or word in ("float", "float16", "bfloat16"):
             break
-        kept.append(word)
-    return "_".join(kept)
+        title.append(word)
+    return "_".join(title)
 
 
 @contextmanager
 def _opaque_fast() -> Iterator[None]:
-    """`mx.fast`'s functions as single kernels with outputs of the right shape; nothing is computed."""
-    kept = {name: getattr(mx.fast, name) for name in ("rms_norm", "rope", "scaled_dot_product_attention")}
+    """Replace the functions of `mx.fast` by single kernels with outputs of the right shape; nothing is computed."""
+    originals = {name: getattr(mx.fast, name) for name in ("rms_norm", "rope", "scaled_dot_product_attention")}
     make = mx.fast.metal_kernel
 
     def opaque(name: str, inputs: Sequence[mx.array], like: mx.array) -> mx.array:
@@ -108,5 +110,5 @@ def _opaque_fast() -> Iterator[None]:
     try:
         yield
     finally:
-        for name, function in kept.items():
+        for name, function in originals.items():
             setattr(mx.fast, name, function)

@@ -1,10 +1,10 @@
-"""One engine measured in a process of its own, for `side_by_side.py`: a BLAS or a warm cache of one serves no other.
+"""Measures one engine in its own process, for `side_by_side.py`, so that engines share no BLAS and no warm cache.
 
     python benchmarks/engines.py ENGINE MODEL PLAN STARTED
 
 MODEL: a model folder, or for llama.cpp a GGUF file. PLAN: JSON, {"prefill": [lengths], "decode": [contexts], "tokens":
 count}. STARTED: the time at which the process was started. Prints one JSON object: seconds to load, seconds to the
-first token (both from the start of the process), tokens a second of each prompt and at each context, peak memory.
+first token (both from the start of the process), tokens per second of each prompt and at each context, peak memory.
 """
 
 import json
@@ -18,18 +18,18 @@ from typing import Any, Protocol
 
 FIRST_PROMPT = 64
 THREADS = 2
-# llama.cpp takes a processor's matrix tiles (AMX) for usable where some virtual machines forbid them, and dies.
+# llama.cpp uses a CPU's matrix tiles (AMX) even where a virtual machine forbids them, and crashes.
 NO_TILES = "BENCH_WITHOUT_TILES"
 
 
 class Engine(Protocol):
-    """A loaded model. Both calls return when the result is computed."""
+    """A loaded model of one engine. Its methods return when their result is computed."""
 
     def prefill(self, length: int) -> None:
-        """Feed `length` ids to an empty cache, and choose the next token."""
+        """Prefill an empty cache with `length` ids, and choose the next token."""
 
     def decode(self, context: int, count: int) -> Callable[[], None]:
-        """Make a cache of `context` positions; the function returned then chooses `count` tokens one by one."""
+        """Fill a cache with `context` positions; returns a function that then decodes `count` tokens."""
 
 
 def prompt(length: int) -> list[int]:
@@ -37,7 +37,7 @@ def prompt(length: int) -> list[int]:
 
 
 class Ours:
-    """This project, its own loops of prompt and decoding."""
+    """This project, with its own prefill and decode loops."""
 
     def __init__(self, path: Path) -> None:
         from mlx_llama3.checkpoint.loading import load_model
@@ -73,7 +73,7 @@ class Ours:
 
 
 class MlxLm:
-    """mlx-lm's `generate_step`. Its weights are cast to float32 on the CPU, where 16 bits take minutes a prompt."""
+    """mlx-lm's `generate_step`; on a CPU with float32 weights, because a prompt takes minutes with 16-bit ones."""
 
     def __init__(self, path: Path) -> None:
         import mlx.core as mx
@@ -184,18 +184,18 @@ ENGINES: dict[str, type[Engine]] = {
 
 
 def measure(name: str, path: Path, plan: dict[str, Any], started: float) -> dict[str, Any]:
-    """Everything of `plan`, in its order."""
+    """Measure everything in `plan`, in its order."""
     engine = ENGINES[name](path)
-    found: dict[str, Any] = {"load": time.time() - started}
+    results: dict[str, Any] = {"load": time.time() - started}
     engine.prefill(FIRST_PROMPT)
-    found["first"] = time.time() - started
-    found["prefill"] = {length: _rate(lambda n=length: engine.prefill(n), length) for length in plan["prefill"]}
-    found["decode"] = {}
+    results["first"] = time.time() - started
+    results["prefill"] = {length: _rate(lambda n=length: engine.prefill(n), length) for length in plan["prefill"]}
+    results["decode"] = {}
     for context in plan["decode"]:
         run = engine.decode(context, plan["tokens"])
-        found["decode"][context] = _rate(run, plan["tokens"])
+        results["decode"][context] = _rate(run, plan["tokens"])
     unit = 1 if sys.platform == "darwin" else 1024
-    return found | {"peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
+    return results | {"peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
 
 
 def _rate(run: Callable[[], None], tokens: int) -> float:

@@ -1,9 +1,9 @@
-"""How much of a model's predictions a quantized cache changes, by bits, first positions and newest positions kept.
+"""How much a quantized cache changes a model's predictions, by bits and by the numbers of unquantized positions.
 
     python benchmarks/kv_quality.py [--model NAME] [--text FILE] [--tokens N]
 
-Every position is fed the true text and sees the positions before it as the cache keeps them. Prints the mean KL
-divergence from the predictions with the plain cache, how often the best token is the same, and both perplexities.
+Every position gets the true text as input, and attends to the earlier positions as the cache stores them. Prints the
+mean KL divergence from the predictions with the plain cache, the share of equal best tokens, and both perplexities.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from mlx_llama3.model.transformer import Transformer
 import mlx.core as mx
 
 STEP = QuantizedKVCache.FEW
-# Bits of values, first positions, least of the newest ones, and how many are packed at a time.
+# (bits of values, unquantized first positions, least number of unquantized newest ones, positions packed at a time)
 FORMS = (
     (4, 0, 0, 8),
     (4, 32, 0, 8),
@@ -48,22 +48,25 @@ def main() -> None:
     print(f"{len(ids)} tokens, perplexity {perplexity(plain, ids):.3f} with the plain cache")
     print("values  first  newest      divergence  same best token  perplexity")
     for bits, first, newest, block in FORMS:
-        found = log_probabilities(model, ids, quantized(model, bits, first, newest, block))
-        divergence = (np.exp(plain) * (plain - found)).sum(-1).mean()
-        same = (plain.argmax(-1) == found.argmax(-1)).mean()
-        kept = f"{newest} to {newest + block - 1}"
-        print(f"{bits:<6}  {first:<5}  {kept:<10}  {divergence:.2e}    {same:<15.2%}  {perplexity(found, ids):.3f}")
+        quantized_logs = log_probabilities(model, ids, quantized(model, bits, first, newest, block))
+        divergence = (np.exp(plain) * (plain - quantized_logs)).sum(-1).mean()
+        same = (plain.argmax(-1) == quantized_logs.argmax(-1)).mean()
+        dense = f"{newest} to {newest + block - 1}"
+        print(
+            f"{bits:<6}  {first:<5}  {dense:<10}  {divergence:.2e}    {same:<15.2%}  "
+            f"{perplexity(quantized_logs, ids):.3f}"
+        )
 
 
 def quantized(model: Transformer, bits: int, first: int, newest: int, block: int) -> Callable[[], KVCache]:
-    """What makes a layer's cache of this form."""
+    """A function that creates a layer's cache of this form."""
     sizes = {"FIRST": first, "NEWEST": newest, "BLOCK": block, "ROOM": first + newest + block + STEP}
     form = type("Form", (QuantizedKVCache,), sizes)
     return lambda: form(PackedLayout(model.args.head_dim, bits), fused=model.kernels.sdpa_quantized)
 
 
 def log_probabilities(model: Transformer, ids: list[int], make: Callable[[], KVCache]) -> np.ndarray:
-    """Of every next token, float32 `(len(ids), vocab_size)`."""
+    """The log probabilities of every next token, float32 `(len(ids), vocab_size)`."""
     cache, rows = [make() for _ in model.layers], []
     for start in range(0, len(ids), STEP):
         logits = model(mx.array([ids[start : start + STEP]]), start, cache)[0].astype(mx.float32)
@@ -72,7 +75,7 @@ def log_probabilities(model: Transformer, ids: list[int], make: Callable[[], KVC
 
 
 def perplexity(logs: np.ndarray, ids: list[int]) -> float:
-    """Of the text under these predictions."""
+    """The perplexity of the text under these predictions."""
     return float(np.exp(-logs[np.arange(len(ids) - 1), ids[1:]].mean()))
 
 

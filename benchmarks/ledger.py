@@ -1,9 +1,9 @@
-"""What the fused kernels save, on paper: dispatches, bytes, errors, and the host's time to build a token's graph.
+"""What the fused kernels save, without a GPU: dispatches, bytes, errors, and the time to build a token's graph.
 
     python -m benchmarks.ledger
 
-Needs no GPU: dispatches are counted from recorded graphs, bytes and values come from the kernels' own Metal run on the
-CPU (`tests/metal_harness`), and only building the graph is timed, beside mlx-lm's llama (pip install mlx-lm), in turns.
+Dispatches are counted from exported graphs. Bytes and values come from the kernels' Metal source, run on the CPU by
+`tests/metal_harness`. Only building the graph is timed, alternating with mlx-lm's llama (pip install mlx-lm).
 """
 
 from collections import Counter
@@ -13,7 +13,7 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
-from benchmarks.dispatches import recorded
+from benchmarks.dispatches import count_dispatches
 from benchmarks.ledger_models import WIDTHS, filled, ours, step, theirs
 from mlx_llama3.model.hooks.norms import NormCapture
 from mlx_llama3.model.kernels.kernel_set import FUSED, REFERENCE
@@ -24,10 +24,13 @@ SHORT, LONG = 100, 2000  # positions in the cache
 ROUNDS, TOKENS = 15, 10
 
 
-def a_layer(make: Callable[[int], Any], used: int, *, norms: bool = False, compiled: bool = False) -> Counter[str]:
-    """Dispatches that one more layer costs: those of three layers less those of two.
+def dispatches_per_layer(
+    make: Callable[[int], Any], used: int, *, norms: bool = False, compiled: bool = False
+) -> Counter[str]:
+    """The dispatches of one layer: those of a model with three layers minus those of one with two.
 
-    make: a model of so many layers. used: positions in its cache. norms: with live norms. compiled: as for `recorded`.
+    make: number of layers -> model. used: positions in its cache. norms: with live norms. compiled: as for
+    `count_dispatches`.
     """
     three, two = (_pass(make(n), n, used, norms, compiled) for n in (3, 2))
     three.subtract(two)
@@ -40,28 +43,28 @@ def _pass(model: Any, n_layers: int, used: int, norms: bool, compiled: bool) -> 
     capture = NormCapture(model) if norms else None
     decode = step(capture.model if capture else model, cache)
 
-    def everything(token: mx.array) -> list[mx.array]:
+    def outputs(token: mx.array) -> list[mx.array]:
         logits = decode(token)
-        squares = [square for each in capture.take() for square in each.squares] if capture else []
+        squares = [square for position in capture.take() for square in position.squares] if capture else []
         return [logits, *(state for entry in cache for state in _buffers(entry)), *squares]
 
-    return recorded(everything, mx.zeros((1, 1), mx.int32), compiled=compiled)
+    return count_dispatches(outputs, mx.zeros((1, 1), mx.int32), compiled=compiled)
 
 
 def _buffers(entry: Any) -> list[mx.array]:
-    """Of a cache of ours or of mlx-lm's."""
+    """The arrays of this project's or mlx-lm's cache."""
     return list(entry.state) if isinstance(entry.state, list) else [entry.keys, entry.values]
 
 
 def print_dispatches() -> None:
-    """A line a model and context."""
+    """Print the dispatches, one line per model and context."""
     widths = WIDTHS["demo"]
-    print("dispatches a layer a token (attention over 1024 keys and more takes a second one)")
+    print("dispatches per layer and token (attention to 1024 keys or more takes a second one)")
     for used in (SHORT, LONG):
         counts = {
-            "fused, live norms": a_layer(lambda n: ours(widths, n, FUSED), used, norms=True),
-            "references, recorded": a_layer(lambda n: ours(widths, n, REFERENCE), used, compiled=True),
-            "mlx-lm": a_layer(lambda n: theirs(widths, n), used, compiled=True),
+            "fused, live norms": dispatches_per_layer(lambda n: ours(widths, n, FUSED), used, norms=True),
+            "references, compiled": dispatches_per_layer(lambda n: ours(widths, n, REFERENCE), used, compiled=True),
+            "mlx-lm": dispatches_per_layer(lambda n: theirs(widths, n), used, compiled=True),
         }
         for name, count in counts.items():
             parts = ", ".join(f"{kind} {number}" for kind, number in sorted(count.items()))
@@ -70,34 +73,34 @@ def print_dispatches() -> None:
 
 @contextmanager
 def _cheap_fast() -> Iterator[None]:
-    """`mx.fast`'s functions as one small operation each, as on a GPU; a CPU's are a dozen operations."""
+    """Replace each function of `mx.fast` by one small operation, as on a GPU; on a CPU it is a dozen operations."""
     stand_ins = {
         "rms_norm": lambda x, weight, _eps: x * weight,
         "rope": lambda x, *_dims, **_options: x + x,
         "scaled_dot_product_attention": lambda q, _k, _v, **_options: q + q,
     }
-    kept = {name: getattr(mx.fast, name) for name in stand_ins}
+    originals = {name: getattr(mx.fast, name) for name in stand_ins}
     for name, function in stand_ins.items():
         setattr(mx.fast, name, function)
     try:
         yield
     finally:
-        for name, function in kept.items():
+        for name, function in originals.items():
             setattr(mx.fast, name, function)
 
 
 def building(width: str, n_layers: int) -> dict[str, float]:
-    """Milliseconds to build the graph of a token, not evaluated: the median of rounds in turns.
+    """Milliseconds to build the graph of a token without evaluating it: medians of alternating rounds.
 
-    Inside a recording (`mx.export_function`), where calls of Metal kernels are made without Metal.
+    It runs inside `mx.export_function`, where Metal kernels can be called without Metal.
     """
     widths = WIDTHS[width]
     models = {
-        "fused, recorded, live norms": NormCapture(ours(widths, n_layers, FUSED, records=True)),
-        "fused, recorded": ours(widths, n_layers, FUSED, records=True),
-        "fused, not recorded": ours(widths, n_layers, FUSED),
-        "references, recorded": ours(widths, n_layers, REFERENCE, records=True),
-        "references, not recorded": ours(widths, n_layers, REFERENCE),
+        "fused, compiled, live norms": NormCapture(ours(widths, n_layers, FUSED, compiles=True)),
+        "fused, compiled": ours(widths, n_layers, FUSED, compiles=True),
+        "fused, not compiled": ours(widths, n_layers, FUSED),
+        "references, compiled": ours(widths, n_layers, REFERENCE, compiles=True),
+        "references, not compiled": ours(widths, n_layers, REFERENCE),
         "mlx-lm": theirs(widths, n_layers),
     }
     seconds: dict[str, list[float]] = {name: [] for name in models}
@@ -115,7 +118,7 @@ def building(width: str, n_layers: int) -> dict[str, float]:
 
 
 def _seconds(model: Any, cache: list[Any]) -> float:
-    """A token, after a first one that records."""
+    """Seconds to build a token's graph, after a first token, which compiles the blocks."""
     capture = model if isinstance(model, NormCapture) else None
     decode, token = step(capture.model if capture else model, cache), mx.zeros((1, 1), mx.int32)
     decode(token)
@@ -128,13 +131,13 @@ def _seconds(model: Any, cache: list[Any]) -> float:
 
 
 def print_building() -> None:
-    """A table a width and depth."""
-    print("\nbuilding a token's graph, ms (median of rounds in turns), and as a share of mlx-lm's")
+    """Print the build times, for each width and depth."""
+    print("\nbuilding a token's graph, ms (median of alternating rounds), and as a share of mlx-lm's")
     for width in ("1B", "8B"):
         for n_layers in (16, 32):
-            found = building(width, n_layers)
-            for name, value in found.items():
-                print(f"  {width} widths, {n_layers} layers  {name:<28} {value:6.2f}  {value / found['mlx-lm']:.2f}")
+            times = building(width, n_layers)
+            for name, value in times.items():
+                print(f"  {width} widths, {n_layers} layers  {name:<28} {value:6.2f}  {value / times['mlx-lm']:.2f}")
 
 
 def main() -> None:

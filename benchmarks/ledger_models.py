@@ -1,6 +1,6 @@
-"""Models for the ledger: published widths, any number of layers, all of which share one layer's weights; of zeros.
+"""Models for the ledger, with published widths and any number of layers, which all share one layer's weights (zeros).
 
-Ours and mlx-lm's llama, 4 bits in groups of 64, bfloat16, with a cache that holds some positions already.
+Both this project's model and mlx-lm's llama: 4 bits in groups of 64, bfloat16, with a partly filled cache.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ GROUP, BITS = 64, 4
 
 @dataclass(frozen=True)
 class Widths:
-    """Of a published model: dim, hidden_dim, heads, heads of keys and values, their size."""
+    """The widths of a published model: dim, hidden_dim, query heads, KV heads, head_dim."""
 
     dim: int
     hidden: int
@@ -41,8 +41,11 @@ WIDTHS = {
 }
 
 
-def ours(widths: Widths, n_layers: int, kernels: Kernels, *, records: bool = False) -> Transformer:
-    """This project's model as it is on a GPU: rotation by `mx.fast.rope` or the kernel, no table of sines."""
+def ours(widths: Widths, n_layers: int, kernels: Kernels, *, compiles: bool = False) -> Transformer:
+    """This project's model as it runs on a GPU: RoPE by `mx.fast.rope` or the kernel, without a table of sines.
+
+    compiles: whether decoding runs compiled blocks.
+    """
     args = ModelArgs(
         dim=widths.dim,
         n_layers=n_layers,
@@ -73,7 +76,7 @@ def ours(widths: Widths, n_layers: int, kernels: Kernels, *, records: bool = Fal
     mx.eval(model.parameters())
     model.rope.frequencies = partial(model.rope.frequencies, table=False)
     model.use(kernels)
-    model.records = records
+    model.compiles = compiles
     return model
 
 
@@ -116,7 +119,7 @@ def theirs(widths: Widths, n_layers: int) -> Any:
 
 
 def filled(widths: Widths, n_layers: int, used: int, *, theirs: bool = False) -> list[Any]:
-    """A cache with `used` positions, of ours or of mlx-lm's model; not evaluated."""
+    """A cache with `used` positions for this project's or mlx-lm's model; not evaluated."""
     capacity = -(-(used + 1) // KVCache.STEP) * KVCache.STEP + KVCache.STEP
     shape = (1, widths.kv_heads, capacity, widths.head_dim)
     cache = [_their_cache(shape) if theirs else _our_cache(shape) for _ in range(n_layers)]
@@ -140,14 +143,14 @@ def _their_cache(shape: tuple[int, ...]) -> Any:
 
 
 def step(model: Any, cache: list[Any]) -> Callable[[mx.array], mx.array]:
-    """Decode one token `(1, 1)` of either model: logits, not evaluated."""
+    """A function that decodes one token `(1, 1)` with either model, and returns its logits, not evaluated."""
     if isinstance(model, Transformer):
         return lambda token: model(token, cache[0].offset, cache)
     return lambda token: model(token, cache)
 
 
 def _matrix(rows: int, columns: int) -> nn.QuantizedLinear:
-    """Zeros, quantized; MLX's own initial values of that size would take seconds."""
+    """A quantized matrix of zeros; MLX's random initialization of that size would take seconds."""
     linear = nn.QuantizedLinear(GROUP, 1, bias=False, group_size=GROUP, bits=BITS)
     linear.weight = mx.zeros((rows, columns * BITS // 32), mx.uint32)
     linear.scales = linear.biases = mx.zeros((rows, columns // GROUP), mx.bfloat16)

@@ -1,4 +1,4 @@
-"""How large a model fits: bytes of weights on each machine, for every split that `load_model` knows.
+"""The largest model that fits: bytes of weights on each machine, for tensor and pipeline parallelism.
 
 `python -m benchmarks.parallel_fit` prints the tables of `docs/distributed.md`.
 """
@@ -8,20 +8,20 @@ from dataclasses import dataclass
 from math import prod
 
 from convert.sources.params_json import from_meta
-from mlx_llama3.checkpoint.folder import Quantization
+from mlx_llama3.checkpoint.quantization import Quantization
 from mlx_llama3.checkpoint.tensor_shapes import expected_shapes
 from mlx_llama3.model.config import ModelArgs
 from mlx_llama3.parallel.pipeline import layer_bounds
 from mlx_llama3.parallel.slices import shard_shape
 from mlx_llama3.parallel.tensor import check_heads, shard_of
 
-GROUP = 64  # weights that share a scale and a bias of 16 bits each, as mlx-lm's models have
+GROUP = 64  # weights per group, with a scale and a bias of 16 bits each, as in mlx-lm's models
 GIB = 1 << 30
-# Beside weights and cache: the states of a pass and MLX's buffers.
+# Memory besides weights and cache: the states of a pass and MLX's buffers.
 WORK = GIB
 MEMORIES = (16, 24, 36, 64, 96, 128, 256, 512)
 
-# Meta's params.json of each size, as far as it decides the shapes.
+# Meta's params.json of each size; the entries that determine the shapes.
 _COMMON = {"vocab_size": 128256, "n_kv_heads": 8, "norm_eps": 1e-5, "rope_theta": 500000.0, "use_scaled_rope": True}
 SIZES: Mapping[str, Mapping[str, float]] = {
     "8B": {"dim": 4096, "n_layers": 32, "n_heads": 32, "ffn_dim_multiplier": 1.3, "multiple_of": 1024},
@@ -31,24 +31,24 @@ SIZES: Mapping[str, Mapping[str, float]] = {
 
 
 def known_args(size: str) -> ModelArgs:
-    """Of "8B", "70B" or "405B"."""
+    """The arguments of "8B", "70B" or "405B"."""
     return from_meta({**_COMMON, **SIZES[size]}, source=size)
 
 
 @dataclass(frozen=True)
-class Plan:
-    """A model that need not exist: all matrices with so many bits, 16 or quantized in groups of 64."""
+class PlannedModel:
+    """A hypothetical model whose matrices have `bits` bits: 16, or quantized in groups of 64."""
 
     args: ModelArgs
     bits: int
     folder: str = "the model"
 
     def quantization(self, _module: str) -> Quantization | None:
-        """The same for every matrix."""
+        """The quantization of every matrix; None for 16 bits."""
         return None if self.bits == 16 else Quantization(self.bits, GROUP)
 
     def nbytes(self, shape: tuple[int, ...]) -> int:
-        """Of a tensor, or a part of one."""
+        """The bytes of a tensor or a shard with this shape."""
         if len(shape) == 1 or self.bits == 16:
             return 2 * prod(shape)
         rows, columns = shape
@@ -56,34 +56,34 @@ class Plan:
 
 
 def bytes_a_rank(args: ModelArgs, ranks: int, bits: int, *, pipeline: bool = False) -> list[int]:
-    """Bytes of weights on each of `ranks` machines; `bits` is 16, or what quantized matrices have.
+    """The bytes of weights on each of `ranks` machines; bits: 16, or those of the quantized matrices.
 
-    Raises `UserError` where the model cannot be split so.
+    Raises `UserError` if the model cannot be split like this.
     """
-    plan = Plan(args, bits)
+    plan = PlannedModel(args, bits)
     if pipeline:
         bounds = layer_bounds(args, ranks, plan.folder)
-        return [_of_layers(plan, bounds[rank], bounds[rank + 1], ends=rank == 0) for rank in range(ranks)]
+        return [_pipeline_bytes(plan, bounds[rank], bounds[rank + 1], ends=rank == 0) for rank in range(ranks)]
     check_heads(args, ranks, plan.folder)
-    return [_of_parts(plan, rank, ranks) for rank in range(ranks)]
+    return [_tensor_parallel_bytes(plan, rank, ranks) for rank in range(ranks)]
 
 
 def cache_bytes_a_rank(args: ModelArgs, ranks: int, tokens: int) -> int:
-    """Bytes of 16-bit keys and values of so many tokens on each machine, with heads shared out."""
+    """The bytes of 16-bit keys and values of `tokens` tokens on each machine, with tensor parallelism."""
     return 2 * 2 * args.n_layers * (args.n_kv_heads // ranks) * args.head_dim * tokens
 
 
-def _of_parts(plan: Plan, rank: int, ranks: int) -> int:
+def _tensor_parallel_bytes(plan: PlannedModel, rank: int, ranks: int) -> int:
     shapes = expected_shapes(plan.args).items()
     return sum(plan.nbytes(shard_shape(shape, shard_of(name, plan, rank, ranks))) for name, shape in shapes)
 
 
-def _of_layers(plan: Plan, start: int, end: int, *, ends: bool) -> int:
-    """Bytes of some layers, and of the embedding, the norm and the head."""
+def _pipeline_bytes(plan: PlannedModel, start: int, end: int, *, ends: bool) -> int:
+    """The bytes of layers `start` to `end`, with `ends` also those of the embedding, the final norm and the head."""
     total = 0
     for name, shape in expected_shapes(plan.args).items():
-        words = name.split(".")
-        if start <= int(words[2]) < end if words[1] == "layers" else ends:
+        parts = name.split(".")
+        if start <= int(parts[2]) < end if parts[1] == "layers" else ends:
             total += plan.nbytes(shape)
     return total
 
@@ -100,7 +100,7 @@ def table() -> list[str]:
 
 
 def cache_table() -> list[str]:
-    """Lines of Markdown: GiB of keys and values on each machine, a context of 8,192 and of 131,072 tokens."""
+    """Lines of Markdown: GiB of keys and values on each machine, for contexts of 8,192 and 131,072 tokens."""
     lines = ["| model | tokens | one machine | each of 2 | each of 4 |", "| --- | --- | --- | --- | --- |"]
     for size in SIZES:
         for tokens in (8192, 131072):
@@ -110,8 +110,8 @@ def cache_table() -> list[str]:
 
 
 def largest(memory: int, ranks: int) -> str:
-    """The largest of `SIZES` that fits on machines of `memory` GiB each with a context of 8,192, in the most bits."""
-    # Metal recommends to take two thirds of a small machine's memory at most, and three quarters of a large one's.
+    """The largest of `SIZES`, in the most bits, that fits on machines of `memory` GiB each with a context of 8,192."""
+    # Metal recommends at most two thirds of a small machine's memory, and three quarters of a large one's.
     room = memory * GIB * (2 / 3 if memory <= 36 else 3 / 4) - WORK
     for size in reversed(SIZES):
         args = known_args(size)
@@ -122,7 +122,7 @@ def largest(memory: int, ranks: int) -> str:
 
 
 def largest_table() -> list[str]:
-    """Lines of Markdown: what fits, by the memory of each machine."""
+    """Lines of Markdown: the largest model, by the memory of each machine."""
     lines = ["| memory of each | one machine | 2 machines | 4 machines |", "| --- | --- | --- | --- |"]
     for memory in MEMORIES:
         lines.append(f"| {memory} GB | {' | '.join(largest(memory, ranks) for ranks in (1, 2, 4))} |")
@@ -131,7 +131,7 @@ def largest_table() -> list[str]:
 
 def tables() -> list[str]:
     """All tables of the page, each as Markdown."""
-    return ["\n".join(each) for each in (table(), cache_table(), largest_table())]
+    return ["\n".join(lines) for lines in (table(), cache_table(), largest_table())]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How cost grows with context and with model size, drawn from what `side_by_side.py` found."""
+"""Plots the results of `side_by_side.py`: speed over context length and over model size."""
 
 from pathlib import Path
 from typing import Any
@@ -11,11 +11,11 @@ from matplotlib import pyplot  # noqa: E402
 COLOURS = {"mlx-llama3": "#d9480f", "mlx-lm": "#1971c2", "llama.cpp": "#2f9e44", "transformers": "#868e96"}
 
 
-def plot(found: dict[str, Any], folder: Path) -> list[Path]:
-    """`speed.png`: tokens a second over the length of the prompt and of the context, a row of pictures a model, and
-    seconds a token over the size of the model."""
-    figure, grid = pyplot.subplots(len(found) + 1, 2, figsize=(9, 3 * len(found) + 3), layout="constrained")
-    for row, (title, model) in zip(grid, found.items(), strict=False):
+def plot(results: dict[str, Any], folder: Path) -> list[Path]:
+    """Draw `speed.png`: for each model, tokens per second over prompt and context length; below, milliseconds per token
+    over model size."""
+    figure, grid = pyplot.subplots(len(results) + 1, 2, figsize=(9, 3 * len(results) + 3), layout="constrained")
+    for row, (title, model) in zip(grid, results.items(), strict=False):
         for axes, what, over in zip(row, ("prefill", "decode"), ("prompt, tokens", "context, tokens"), strict=True):
             for engine, figures in model["engines"].items():
                 points = sorted((int(key.split()[1]), rate) for key, rate in figures.items() if key.startswith(what))
@@ -24,7 +24,9 @@ def plot(found: dict[str, Any], folder: Path) -> list[Path]:
     for axes, key in zip(grid[-1], ("prefill 64", "decode 64"), strict=True):
         for engine, colour in COLOURS.items():
             sizes = [
-                (m["weights"] / 1e6, 1000 / m["engines"][engine][key]) for m in found.values() if engine in m["engines"]
+                (m["weights"] / 1e6, 1000 / m["engines"][engine][key])
+                for m in results.values()
+                if engine in m["engines"]
             ]
             if sizes:
                 axes.plot(*zip(*sorted(sizes), strict=True), marker="o", label=engine, color=colour)

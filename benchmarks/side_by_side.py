@@ -1,10 +1,10 @@
-"""This project beside mlx-lm, llama.cpp and transformers, on the same weights and machine in one run.
+"""Compares this project with mlx-lm, llama.cpp and transformers, on the same weights and machine in one run.
 
     python benchmarks/side_by_side.py [--rounds 3] [--layers 2 6] [--quick] [--json FILE] [--plot FOLDER]
 
-The demo model (4 bits a weight on disk), and random weights in 1B's widths with some numbers of layers. Each engine is
-measured in processes of its own; they take turns, the order turns with each round, and medians and their ratios are
-printed. An engine that is not installed is left out, and said so.
+The models are the demo model (4 bits per weight on disk), and random weights in 1B's widths with some numbers of
+layers. Each engine is measured in its own processes. The engines alternate, in reversed order in every other round, and
+medians and their ratios are printed. An engine that is not installed is skipped with a message.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from engines import NO_TILES  # noqa: E402
 PACKAGES = {"mlx-llama3": "mlx", "mlx-lm": "mlx_lm", "llama.cpp": "llama_cpp", "transformers": "torch"}
 US = "mlx-llama3"
 PREFILL, DECODE, TOKENS = (64, 512, 2048), (64, 1024, 4096), 16
-# Longer prompts than this take an engine minutes (mlx-lm on a CPU): read in the first round alone.
+# An engine that takes minutes for longer prompts (mlx-lm on a CPU) measures them in the first round only.
 SLOW = {"mlx-lm": 64}
 
 
@@ -40,18 +40,18 @@ def main() -> None:
     models = {"demo model, 135M": bench_models.demo()}
     for layers in options.layers:
         models[f"1B's widths, {layers} layers"] = bench_models.random_1b(layers)
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for title, forms in models.items():
         readings = rounds(forms, engines, options.rounds, options.quick)
-        found[title] = {"weights": bench_models.n_weights(forms), "engines": summary(readings)}
-        print("\n".join(table(title, found[title]["engines"])), flush=True)
+        results[title] = {"weights": bench_models.n_weights(forms), "engines": summary(readings)}
+        print("\n".join(table(title, results[title]["engines"])), flush=True)
     if options.json:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
-    print(json.dumps(found))
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
+    print(json.dumps(results))
     if options.plot:
         from plots import plot
 
-        for path in plot(found, options.plot):
+        for path in plot(results, options.plot):
             print(path)
 
 
@@ -66,7 +66,7 @@ def _options() -> argparse.Namespace:
 
 
 def rounds(forms: dict[str, Path], engines: list[str], count: int, quick: bool) -> dict[str, list[dict[str, Any]]]:
-    """Each engine's readings, a round each."""
+    """Engine -> its readings, one per round."""
     readings: dict[str, list[dict[str, Any]]] = {engine: [] for engine in engines}
     for number in range(count):
         for engine in engines if number % 2 == 0 else engines[::-1]:
@@ -77,7 +77,7 @@ def rounds(forms: dict[str, Path], engines: list[str], count: int, quick: bool) 
 
 
 def _plan(engine: str, quick: bool, *, first: bool) -> dict[str, Any]:
-    """What an engine is asked for in a round."""
+    """The measurements of an engine in a round."""
     longest = PREFILL[0] if quick else PREFILL[-1] if first else SLOW.get(engine, PREFILL[-1])
     return {
         "prefill": [length for length in PREFILL if length <= longest],
@@ -99,24 +99,24 @@ def _worker(engine: str, path: Path, plan: dict[str, Any]) -> dict[str, Any]:
 
 
 def summary(readings: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, float]]:
-    """Each engine's medians: "load", "first" (s), "peak" (bytes), "prefill 64", "decode 1024" (tokens/s)."""
-    found: dict[str, dict[str, float]] = {}
-    for engine, each in readings.items():
+    """Engine -> medians: "load", "first" (s), "peak" (bytes), "prefill 64", "decode 1024" (tokens/s), ..."""
+    medians: dict[str, dict[str, float]] = {}
+    for engine, by_round in readings.items():
         flat = [
             {key: one[key] for key in ("load", "first", "peak")}
             | {f"{what} {size}": rate for what in ("prefill", "decode") for size, rate in one[what].items()}
-            for one in each
+            for one in by_round
         ]
         keys = dict.fromkeys(key for one in flat for key in one)
-        found[engine] = {key: median(one[key] for one in flat if key in one) for key in keys}
-    return found
+        medians[engine] = {key: median(one[key] for one in flat if key in one) for key in keys}
+    return medians
 
 
-def table(title: str, found: dict[str, dict[str, float]]) -> list[str]:
-    """A line a figure, a column an engine, with how many times as well this project does."""
-    lines = [f"{title}", f"{'':24}" + "".join(f"{engine:>22}" for engine in found)]
-    for key in dict.fromkeys(key for each in found.values() for key in each):
-        cells = [_cell(key, each.get(key), found[US].get(key)) for each in found.values()]
+def table(title: str, medians: dict[str, dict[str, float]]) -> list[str]:
+    """The table: a line per figure, a column per engine, with the factor by which this project is better."""
+    lines = [f"{title}", f"{'':24}" + "".join(f"{engine:>22}" for engine in medians)]
+    for key in dict.fromkeys(key for figures in medians.values() for key in figures):
+        cells = [_cell(key, figures.get(key), medians[US].get(key)) for figures in medians.values()]
         name = {"load": "load, s", "first": "first token, s", "peak": "peak memory, MB"}.get(key, f"{key}, tokens/s")
         lines.append(f"{name:24}" + "".join(f"{cell:>22}" for cell in cells))
     return lines
@@ -126,11 +126,11 @@ def _cell(key: str, value: float | None, ours: float | None) -> str:
     if value is None:
         return "-"
     seconds = key in ("load", "first")
-    shown = f"{value / 1e6:.0f}" if key == "peak" else f"{value:.2f}" if seconds else f"{value:.1f}"
+    text = f"{value / 1e6:.0f}" if key == "peak" else f"{value:.2f}" if seconds else f"{value:.1f}"
     if ours is None or value == ours:
-        return shown
+        return text
     ratio = value / ours if key == "peak" or seconds else ours / value
-    return f"{shown} ({ratio:.2f}x)"
+    return f"{text} ({ratio:.2f}x)"
 
 
 if __name__ == "__main__":

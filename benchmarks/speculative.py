@@ -1,9 +1,9 @@
-"""Decode speed with and without drafts, on a text to be copied and on a free question; runs alternate in one process.
+"""Decode speed with and without drafts, for copying, summarizing and a free question; runs alternate in one process.
 
     python benchmarks/speculative.py [--model FOLDER] [--draft ngram] [--rounds 5] [--tokens 96] [--temperature 0]
 
-Medians of tokens a second after the first token, the median of the rounds' own ratios, and the share of drafted tokens
-that were right; first, what a pass over several positions costs beside one over one. As JSON in the last line.
+Prints the times of passes over 1 to 17 positions, then medians of tokens per second after the first token, the median
+of the ratios within a round, and the share of accepted drafted tokens. The last line is JSON.
 """
 
 import argparse
@@ -30,7 +30,7 @@ LENGTHS = (1, 2, 3, 5, 9, 17)
 
 
 def pass_times(model: "mlx_llama3.model.Transformer", rounds: int) -> dict[int, float]:
-    """Milliseconds of a pass over so many positions behind 128 others."""
+    """Number of positions -> milliseconds of a pass over them, with 128 positions in the cache."""
     cache, ids = model.make_cache(), [100 + 7 * i for i in range(128)]
     mx.eval(model(mx.array([ids]), 0, cache))
     times: dict[int, list[float]] = {length: [] for length in LENGTHS}
@@ -41,26 +41,26 @@ def pass_times(model: "mlx_llama3.model.Transformer", rounds: int) -> dict[int, 
             times[length].append(1000 * (time.perf_counter() - begin))
             for entry in cache:
                 entry.trim(length)
-    return {length: statistics.median(measured[1:]) for length, measured in times.items()}
+    return {length: statistics.median(readings[1:]) for length, readings in times.items()}
 
 
 def decode(model: object, tokenizer: object, ids: list[int], draft: object, options: dict) -> tuple[list[int], float]:
-    """The tokens of an answer, and tokens a second after the first one."""
+    """(the tokens of an answer, tokens per second after the first one)."""
     steps = mlx_llama3.generate(model, tokenizer, ids, draft=draft, **options)
-    said = [next(steps).token]
+    tokens = [next(steps).token]
     begin = time.perf_counter()
-    said += [step.token for step in steps]
-    return said, (len(said) - 1) / (time.perf_counter() - begin)
+    tokens += [step.token for step in steps]
+    return tokens, (len(tokens) - 1) / (time.perf_counter() - begin)
 
 
 def compare(model: object, tokenizer: object, draft: object, ids: list[int], rounds: int, options: dict) -> dict:
-    """Both ways, in turns."""
+    """Decode with and without drafts, alternating."""
     plain, drafted, same = [], [], True
     for number in range(rounds):
-        used = draft.twin()  # as in a first answer: what the switch learned before would help it
+        used = draft.copy()  # a new one, because the switch keeps what it measured in earlier answers
         results = {}
-        for each in (None, used) if number % 2 == 0 else (used, None):
-            results[each is used] = decode(model, tokenizer, ids, each, options)
+        for drafting in (None, used) if number % 2 == 0 else (used, None):
+            results[drafting is used] = decode(model, tokenizer, ids, drafting, options)
         same &= results[False][0] == results[True][0]
         plain.append(results[False][1])
         drafted.append(results[True][1])
@@ -88,16 +88,16 @@ def main() -> None:
     draft = mlx_llama3.load_draft(options.draft, model, tokenizer, tokens=options.draft_tokens)
     times = pass_times(model, options.rounds)
     print("a pass over n positions: " + ", ".join(f"{n}: {ms:.1f} ms" for n, ms in times.items()))
-    how = {"max_tokens": options.tokens, "temperature": options.temperature, "seed": 1}
-    found = {}
+    settings = {"max_tokens": options.tokens, "temperature": options.temperature, "seed": 1}
+    results = {}
     print(f"{'tokens/s':10}{'plain':>8}{'drafted':>9}{'ratio':>7}{'right':>12}  same tokens")
     for name, prompt in PROMPTS.items():
         ids = tokenizer.encode_chat([{"role": "user", "content": prompt}])
-        found[name] = result = compare(model, tokenizer, draft, ids, options.rounds, how)
+        results[name] = result = compare(model, tokenizer, draft, ids, options.rounds, settings)
         right = f"{result['acceptance']:.0%} of {result['proposed']}"
         speeds = f"{result['plain']:8.1f}{result['drafted']:9.1f}{result['ratio']:7.2f}"
         print(f"{name:10}{speeds}{right:>12}  {'yes' if result['same'] else 'NO'}")
-    print(json.dumps({"milliseconds": times} | found))
+    print(json.dumps({"milliseconds": times} | results))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 #!/bin/sh
-# Sees to the browser that the UI's tests drive: installs it where that is possible without asking, else says how.
-# Never fails: without a browser those tests are skipped, loudly.
+# Installs the browser for the UI's tests if that needs no password; otherwise prints how to install it.
+# Never fails: without a browser those tests are skipped with a warning.
 set -u
 exec >&2
 for name in chromium chromium-browser google-chrome; do

@@ -1,12 +1,12 @@
 #!/bin/sh
-# Makes .venv with a suitable Python, installs this project into it, and says so: scripts/venv.sh [EXTRA[,EXTRA]]
+# Creates .venv with a suitable Python, and installs this project into it: scripts/venv.sh [EXTRA[,EXTRA]]
 # PYTHON=/path/to/python3 in the environment chooses the Python. Run from the project's root; make does.
 set -eu
-exec >&2 # standard output is for the chat's answers
+exec >&2 # standard output is reserved for the chat's answers
 extras=${1:-}
 log=.venv/install.log
 
-# Wheels of MLX for macOS are for Apple silicon alone, and an Intel Python runs there unnoticed.
+# MLX's wheels for macOS are for Apple silicon only, and an Intel Python runs there under Rosetta without notice.
 suitable() {
     "$1" -c 'import sys, platform, venv, ensurepip
 sys.exit(sys.version_info < (3, 11) or (sys.platform == "darwin" and platform.machine() != "arm64"))' >/dev/null 2>&1
@@ -25,7 +25,7 @@ find_python() {
     exit 2
 }
 
-# Shows a line a file while pip works; pip's own bars need a terminal and its full output is too long.
+# Prints one line per file while pip works: pip's progress bars need a terminal, and its full output is too long.
 show_progress() {
     while IFS= read -r line; do
         echo "$line" >>"$log"
@@ -43,7 +43,7 @@ show_progress() {
     done
 }
 
-# A .venv that lost its Python, or whose making was interrupted, is made anew.
+# A .venv whose Python is missing, or whose creation was interrupted, is created again.
 if ! { suitable .venv/bin/python && .venv/bin/python -m pip --version; } >/dev/null 2>&1; then
     find_python
     echo "Making .venv with $("$python" --version) ..."

@@ -1,4 +1,4 @@
-"""What the side-by-side benchmark makes of its readings."""
+"""The side-by-side benchmark: summaries, tables, plans and failing workers."""
 
 import pytest
 
@@ -17,10 +17,10 @@ READINGS = {
 
 
 def test_medians_of_what_each_engine_measured():
-    found = summary(READINGS)
+    medians = summary(READINGS)
     ours = {"load": 2, "first": 4, "peak": 6e6, "prefill 64": 200, "prefill 512": 80, "decode 64": 25}
-    assert found["mlx-llama3"] == ours
-    assert "prefill 512" not in found["mlx-lm"]
+    assert medians["mlx-llama3"] == ours
+    assert "prefill 512" not in medians["mlx-lm"]
 
 
 def test_what_takes_minutes_is_read_once():

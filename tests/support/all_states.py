@@ -1,4 +1,4 @@
-"""Every state that the taps see in one full pass, as arrays by name."""
+"""The states at all taps in one full pass, as arrays by name."""
 
 import numpy as np
 

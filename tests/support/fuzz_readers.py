@@ -2,8 +2,9 @@
 
     python tests/support/fuzz_readers.py [--inputs 100000] [--seed 0]
 
-Every input is a good file with damage, or with pieces of attacks put in. It must be read, or refused in one line: no
-other exception, no more than a second, no more than 256 MB. What breaks that is kept in a file and ends the run.
+Every input is a valid file with random damage or inserted pieces of attacks. It must be read, or refused with a
+one-line `UserError`: no other exception, at most one second, at most 256 MB. An input that breaks this stays in its
+file and ends the run.
 """
 
 import argparse
@@ -83,11 +84,11 @@ ANY = [
 
 
 class TooLong(Exception):
-    """An input took more than its time."""
+    """An input took longer than `SECONDS`."""
 
 
 def damaged(data: bytes, chance: random.Random, pieces: list[bytes]) -> bytes:
-    """One to four changes somewhere: bits, numbers, spans cut, repeated or moved, pieces put in, the end cut off."""
+    """`data` with one to four random changes: bits, numbers, spans removed, repeated or moved, pieces, truncation."""
     changed = bytearray(data)
     for _ in range(chance.choice((1, 1, 1, 2, 3, 4))):
         at = chance.randrange(len(changed) + 1)
@@ -114,7 +115,7 @@ def damaged(data: bytes, chance: random.Random, pieces: list[bytes]) -> bytes:
 
 
 class Pth:
-    """Torch's zips: damaged as a whole, or with a damaged pickle in a zip that is whole."""
+    """Torch's zips: a damaged zip, or a valid zip with a damaged pickle."""
 
     name = "pth"
 
@@ -137,14 +138,14 @@ class Pth:
             write_zip(path, damaged(self.pickle, chance, PICKLE), self.storages)
 
     def read(self, path: Path) -> None:
-        for found in read_pth(path).values():
-            if found.shape:
-                assert found.rows(0, found.shape[0]).shape == found.shape
-            found.checksum.verify()
+        for stored in read_pth(path).values():
+            if stored.shape:
+                assert stored.rows(0, stored.shape[0]).shape == stored.shape
+            stored.checksum.verify()
 
 
 class Pickle(Pth):
-    """The pickle machine alone, without a zip around: many more of them."""
+    """The pickle reader alone, without a zip, which is much faster."""
 
     name = "pickle"
 
@@ -156,7 +157,7 @@ class Pickle(Pth):
 
 
 class Safetensors:
-    """Headers damaged as text or as bytes, with lengths that fit them or do not."""
+    """Damaged headers, with right or wrong header lengths."""
 
     name = "safetensors"
 
@@ -176,13 +177,13 @@ class Safetensors:
         path.write_bytes(struct.pack("<Q", length) + header + data)
 
     def read(self, path: Path) -> None:
-        for found in read_safetensors(path)[0].values():
-            if found.shape:
-                assert found.rows(0, found.shape[0]).shape == found.shape
+        for stored in read_safetensors(path)[0].values():
+            if stored.shape:
+                assert stored.rows(0, stored.shape[0]).shape == stored.shape
 
 
 class Gguf:
-    """Small whole models; most damage goes into the header."""
+    """Small complete models; most damage is in the header."""
 
     name = "gguf"
 
@@ -195,13 +196,13 @@ class Gguf:
 
     def make(self, path: Path, chance: random.Random) -> None:
         seed = chance.choice(self.seeds)
-        cut = seed.rindex(b"output_norm") + 60 if chance.random() < 0.9 else len(seed)
-        path.write_bytes(damaged(seed[:cut], chance, ANY) + seed[cut:])
+        end = seed.rindex(b"output_norm") + 60 if chance.random() < 0.9 else len(seed)
+        path.write_bytes(damaged(seed[:end], chance, ANY) + seed[end:])
 
     def read(self, path: Path) -> None:
         source = open_gguf(path)
-        for found in source.tensors.values():
-            found.rows(0, found.shape[0])
+        for stored in source.tensors.values():
+            stored.rows(0, stored.shape[0])
 
 
 READERS: dict[str, Callable[[Path], Pth | Safetensors | Gguf]] = {
@@ -211,7 +212,7 @@ READERS: dict[str, Callable[[Path], Pth | Safetensors | Gguf]] = {
 
 @contextmanager
 def limits() -> Iterator[None]:
-    """At most EXTRA_BYTES more address space than now, and an exception after SECONDS of each armed timer."""
+    """Limit the address space to EXTRA_BYTES more than now, and raise `TooLong` when the alarm timer expires."""
 
     def ring(*_: object) -> None:
         raise TooLong
@@ -230,7 +231,7 @@ def limits() -> Iterator[None]:
 
 
 def fuzz(name: str, inputs: int, seed: int, folder: Path) -> Counter[str]:
-    """Run one reader on `inputs` inputs; how many were read and refused. The first that breaks a rule is raised."""
+    """Run one reader on `inputs` inputs; returns the numbers read and refused. Raises at the first violation."""
     reader, counts = READERS[name](folder), Counter[str]()
     path = folder / f"input.{name}"
     with limits():
@@ -253,7 +254,7 @@ def fuzz(name: str, inputs: int, seed: int, folder: Path) -> Counter[str]:
 
 
 def main() -> int:
-    """Fuzz all readers and print what became of the inputs."""
+    """Fuzz all readers, and print the numbers of inputs read and refused."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--inputs", type=int, default=100_000, help="for each reader (default: 100000)")
     parser.add_argument("--seed", type=int, default=0)

@@ -1,4 +1,4 @@
-"""Makes small GGUF files for tests, valid ones and any broken one: an encoder apart from the project's own."""
+"""Writes small valid or broken GGUF files for tests, independently of the project's own writer."""
 
 import struct
 from collections.abc import Mapping, Sequence
@@ -11,14 +11,14 @@ SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "
 
 
 class Typed(NamedTuple):
-    """A metadata value of a given GGUF type; for arrays (9) `value` is (element type, list)."""
+    """A metadata value with its GGUF type; the `value` of an array (type 9) is (element type, list)."""
 
     type: int
     value: Any
 
 
 class Entry(NamedTuple):
-    """A tensor: rows-first shape, ggml type number, its bytes; `offset` overrides where the directory says it lies."""
+    """A tensor: rows-first shape, ggml type number, bytes; `offset` overrides its offset in the directory."""
 
     name: str
     shape: tuple[int, ...]
@@ -33,7 +33,7 @@ def string(text: str | bytes) -> bytes:
 
 
 def typed(value: Any) -> Typed:
-    """The type that llama.cpp's own writer would choose."""
+    """`value` with the type that llama.cpp's writer would choose."""
     if isinstance(value, Typed):
         return value
     if isinstance(value, bool):
@@ -59,7 +59,7 @@ def payload(kind: int, value: Any) -> bytes:
 def gguf_bytes(
     metadata: Mapping[str, Any], tensors: Sequence[Entry] = (), *, version: int = 3, alignment: int = 32
 ) -> bytes:
-    """A whole file."""
+    """The bytes of a complete file."""
     head = struct.pack("<4sIQQ", b"GGUF", version, len(tensors), len(metadata))
     for key, value in metadata.items():
         kind, content = typed(value)
@@ -81,7 +81,7 @@ def encoded(name: str, values: np.ndarray, type_name: str = "F32") -> Entry:
 
 
 def to_interleaved(weight: np.ndarray, n_heads: int) -> np.ndarray:
-    """Rows of q or k from Hugging Face's RoPE order to GGUF's, as llama.cpp's converter permutes them."""
+    """Permute the rows of q or k from Hugging Face's RoPE order to GGUF's, as llama.cpp's converter does."""
     rows, columns = weight.shape
     return weight.reshape(n_heads, 2, rows // n_heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
 

@@ -1,7 +1,7 @@
-"""A small stand-in for the Hugging Face hub on loopback: the endpoints and headers that its client uses to download.
+"""A small stand-in for the Hugging Face hub on loopback, with the endpoints and headers that its client uses.
 
-Written after the hub's HTTP interface: model info, the tree of a commit, `resolve` with `ETag` and `X-Repo-Commit`, a
-redirect for large files, `Range`, and errors told in `X-Error-Code` and `X-Error-Message`.
+It follows the hub's HTTP interface: model info, the tree of a commit, `resolve` with `ETag` and `X-Repo-Commit`, a
+redirect for large files, `Range`, and errors in `X-Error-Code` and `X-Error-Message`.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 @dataclass
 class Repository:
     files: dict[str, bytes] = field(default_factory=dict)
-    # (status, {header: value}) instead of an answer: to every request, or only to those for a file's content.
+    # (status, {header: value}) as the response to every request, or only to those for a file's content.
     refusal: tuple[int, dict[str, str]] | None = None
     file_refusal: tuple[int, dict[str, str]] | None = None
 
@@ -28,14 +28,14 @@ class Repository:
 class Hub:
     repositories: dict[str, Repository] = field(default_factory=dict)
     requests: list[tuple[str, str, str | None]] = field(default_factory=list)  # method, path, Range
-    cut_once: set[str] = field(default_factory=set)  # files of which the next answer breaks off half-way
-    hang: set[str] = field(default_factory=set)  # files of which the answer stops half-way, the connection held open
+    cut_once: set[str] = field(default_factory=set)  # files whose next response breaks off half-way
+    hang: set[str] = field(default_factory=set)  # files whose response stops half-way, with the connection left open
     hanging: threading.Event = field(default_factory=threading.Event)
     released: threading.Event = field(default_factory=threading.Event)
     url: str = ""
 
     def fetched(self) -> list[str]:
-        """The names of the files whose content was asked for, in order."""
+        """The names of the files whose content was requested, in order."""
         return [path.rsplit("/", 1)[1] for method, path, _ in self.requests if method == "GET" and "/api/" not in path]
 
 
@@ -44,7 +44,7 @@ class _Handler(BaseHTTPRequestHandler):
     hub: Hub
 
     def log_message(self, *args: object) -> None:
-        """Say nothing: the requests are kept in `Hub.requests`."""
+        """Log nothing: `Hub.requests` has the requests."""
 
     def do_HEAD(self) -> None:
         self._answer()

@@ -1,4 +1,4 @@
-"""Ctrl-C at every line of a file in turn, to see what it leaves behind."""
+"""Simulates Ctrl-C at each line of a file in turn, to test the state that it leaves."""
 
 import itertools
 import sys
@@ -9,31 +9,31 @@ T = TypeVar("T")
 
 
 class Interruption(KeyboardInterrupt):
-    """What is raised here, apart from a person's own Ctrl-C, which ends the tests."""
+    """The simulated Ctrl-C; a real one still ends the tests."""
 
 
 def interrupted_at_each_line(file: str, make: Callable[[], T], run: Callable[[T], Any]) -> Iterator[T]:
-    """What `make` gives after `run` was interrupted in it, once for each line of `file` that it comes by."""
-    for place in itertools.count(1):
-        state, left = make(), place
+    """Yield the state from `make()` after an interrupted `run(state)`, once per line of `file` that it executes."""
+    for number in itertools.count(1):
+        state, remaining = make(), number
 
         def trace(frame: Any, event: str, _arg: Any) -> Any:
-            nonlocal left
+            nonlocal remaining
             if frame.f_code.co_filename != file:
                 return None
-            left -= event == "line"
-            if left == 0 and event == "line":
+            remaining -= event == "line"
+            if remaining == 0 and event == "line":
                 raise Interruption
             return trace
 
-        before = sys.gettrace()
+        previous = sys.gettrace()
         sys.settrace(trace)
         try:
             run(state)
         except Interruption:
-            pass  # as it was meant to be; the caller looks at what is left
+            pass  # the caller checks the state
         else:
             return
         finally:
-            sys.settrace(before)
+            sys.settrace(previous)
         yield state

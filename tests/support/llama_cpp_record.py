@@ -1,4 +1,4 @@
-"""Which GGUF files llama.cpp has run with the right logits: `tests/data/llama-cpp.json`, and how to make them again."""
+"""The record of GGUF files for which llama.cpp gave the right logits, `tests/data/llama-cpp.json`, and their writer."""
 
 import hashlib
 import json
@@ -15,7 +15,7 @@ RECORD = json.loads((DATA / "llama-cpp.json").read_text())
 
 
 def made_up_vocabulary() -> Vocabulary:
-    """256 tokens: all bytes but three, whose places three merged tokens take."""
+    """A vocabulary of 256 tokens: all bytes but three, which three merged tokens replace."""
     return Vocabulary.from_gguf(
         {
             "tokenizer.ggml.model": "gpt2",
@@ -29,11 +29,11 @@ def made_up_vocabulary() -> Vocabulary:
 
 
 def write(name: str, target: Path) -> None:
-    """One of the checkpoints of `tests/data` as F16 GGUF."""
+    """Write a checkpoint of `tests/data` as an F16 GGUF file."""
     write_model(open_source(DATA / name), made_up_vocabulary(), target, progress=False)
 
 
 def digest(path: Path) -> str:
-    """SHA-256 of all but the RoPE factors, whose last bit depends on the machine's power function; they come last."""
+    """SHA-256 of the file without the RoPE factors at its end, whose last bit depends on the machine's `pow`."""
     factors = read_header(path).tensors.get("rope_freqs.weight")
     return hashlib.sha256(path.read_bytes()[: factors.offset if factors else None]).hexdigest()

@@ -1,4 +1,4 @@
-"""Makes folders as Meta publishes them: random weights in Meta's names and layout, cut into model-parallel shards."""
+"""Writes checkpoint folders in Meta's format: random weights with Meta's names and layout, in model-parallel shards."""
 
 import base64
 import json
@@ -23,7 +23,7 @@ PARAMS = {
 
 
 def meta_weights(params: dict[str, Any] = PARAMS, seed: int = 0) -> dict[str, np.ndarray]:
-    """Every tensor by Meta's name, float32 with values that bfloat16 and float16 hold exactly."""
+    """Meta's name -> tensor, float32, with values that bfloat16 and float16 represent exactly."""
     dim, head = params["dim"], params["dim"] // params["n_heads"]
     hidden = -(-int(params["ffn_dim_multiplier"] * int(8 * dim / 3)) // params["multiple_of"]) * params["multiple_of"]
     kv = head * params["n_kv_heads"]
@@ -48,8 +48,8 @@ def meta_weights(params: dict[str, Any] = PARAMS, seed: int = 0) -> dict[str, np
     }
 
 
-def cut(name: str, whole: np.ndarray, count: int, head_dim: int) -> list[np.ndarray]:
-    """A tensor as `count` ranks hold it. With more ranks than KV heads, neighbours hold copies of one head."""
+def split_tensor(name: str, whole: np.ndarray, count: int, head_dim: int) -> list[np.ndarray]:
+    """The shards of a tensor for `count` ranks. With more ranks than KV heads, neighbours have copies of one head."""
     kind = name.split(".")[-2]
     if whole.ndim == 1:
         return [whole] * count
@@ -62,7 +62,7 @@ def cut(name: str, whole: np.ndarray, count: int, head_dim: int) -> list[np.ndar
 
 
 def stored(values: np.ndarray, kind: str) -> tuple[str, np.ndarray]:
-    """Dtype and bits for `write_pth`."""
+    """(dtype, bits) for `write_pth`."""
     if kind == "BF16":
         return kind, bf16_bits(values)
     return kind, values.astype({"F32": np.float32, "F16": np.float16}[kind])
@@ -77,20 +77,22 @@ def write_meta(
     params: dict[str, Any] = PARAMS,
     **written: Any,
 ) -> Path:
-    """A folder with `params.json` (with `written` on top) and `count` files `consolidated.NN.pth`."""
+    """Write a folder with `params.json` (`written` overrides) and `count` files `consolidated.NN.pth`."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "params.json").write_text(json.dumps(params | written))
     weights = meta_weights(params) if weights is None else weights
-    pieces = {name: cut(name, whole, count, params["dim"] // params["n_heads"]) for name, whole in weights.items()}
+    shards = {
+        name: split_tensor(name, whole, count, params["dim"] // params["n_heads"]) for name, whole in weights.items()
+    }
     for rank in range(count):
-        tensors = {name: stored(parts[rank], kind) for name, parts in pieces.items()}
+        tensors = {name: stored(parts[rank], kind) for name, parts in shards.items()}
         tensors["rope.freqs"] = stored(np.ones(4, np.float32), kind)
         write_pth(folder / f"consolidated.{rank:02d}.pth", tensors)
     return folder
 
 
 def hf_rows(name: str, whole: np.ndarray, head_dim: int) -> np.ndarray:
-    """What Hugging Face holds in the place of a tensor of Meta's: rows of q and k in two halves a head."""
+    """A tensor of Meta in Hugging Face's layout: the rows of wq and wk in two halves per head."""
     if name.split(".")[-2] not in ("wq", "wk"):
         return whole
     heads, columns = whole.shape[0] // head_dim, whole.shape[1]
@@ -98,6 +100,6 @@ def hf_rows(name: str, whole: np.ndarray, head_dim: int) -> np.ndarray:
 
 
 def write_tokenizer_model(path: Path, ranks: int) -> None:
-    """A `tokenizer.model` of Meta's form: all bytes, then pairs of them."""
+    """Write a `tokenizer.model` in Meta's format: all bytes, then pairs of bytes."""
     tokens = [bytes([n]) for n in range(256)] + [bytes([n // 256 + 96, n % 256]) for n in range(256, ranks)]
     path.write_text("".join(f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(tokens)))

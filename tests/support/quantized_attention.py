@@ -1,4 +1,4 @@
-"""Random inputs of `sdpa_quantized`, and what it must give for them, in float64."""
+"""Random inputs for `sdpa_quantized`, and their result in float64."""
 
 import numpy as np
 
@@ -10,21 +10,21 @@ import mlx.core as mx
 def inputs(
     layout: PackedLayout, lengths: tuple[int, int], *, group: int = 2, S: int = 1, B: int = 1, dtype=mx.float32
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """Queries, dense part and records for 2 KV heads, with NaN and garbage past their used lengths."""
+    """(queries, dense positions, packed positions) for 2 KV heads, with NaN and garbage beyond the used lengths."""
     keys = mx.random.split(mx.random.key(lengths[1] + group), 3)
     q = mx.random.normal((B, 2 * group, S, layout.head_dim), key=keys[0]).astype(dtype)
     dense = mx.random.normal((2, B, 2, lengths[0], layout.head_dim), key=keys[1]).astype(dtype)
     dense = mx.pad(dense, [(0, 0)] * 3 + [(0, 7), (0, 0)], constant_values=float("nan"))
-    records = pack(mx.random.normal((2, B, 2, max(1, lengths[1]), layout.head_dim), key=keys[2]).astype(dtype), layout)
-    records = mx.pad(records[:, :, : lengths[1]], [(0, 0), (0, 0), (0, 5), (0, 0)], constant_values=0xFFFFFFFF)
-    return q, dense, records
+    packed = pack(mx.random.normal((2, B, 2, max(1, lengths[1]), layout.head_dim), key=keys[2]).astype(dtype), layout)
+    packed = mx.pad(packed[:, :, : lengths[1]], [(0, 0), (0, 0), (0, 5), (0, 0)], constant_values=0xFFFFFFFF)
+    return q, dense, packed
 
 
 def attention64(
-    q: mx.array, dense: mx.array, records: mx.array, lengths: tuple[int, int], scale: float, layout: PackedLayout
+    q: mx.array, dense: mx.array, packed: mx.array, lengths: tuple[int, int], scale: float, layout: PackedLayout
 ) -> np.ndarray:
-    """Float64 attention to the positions in their order: packed ones, then dense ones."""
-    unpacked = [each[:, :, : lengths[1]] for each in unpack(records, layout, mx.float32)]
+    """Attention in float64 to the packed positions, then the dense ones."""
+    unpacked = [array[:, :, : lengths[1]] for array in unpack(packed, layout, mx.float32)]
     group, S = q.shape[1] // 2, q.shape[2]
     keys, values = (
         np.concatenate([np.array(old), np.array(new.astype(mx.float32))], axis=2).repeat(group, axis=1).astype(float)

@@ -1,6 +1,6 @@
 """One rank of a test: `python rank_program.py split|pipeline|alone SCENARIO FOLDER...` prints JSON on rank 0.
 
-With "alone" the same runs in one process, without `mx.distributed`: what the split model is compared with.
+"alone" runs the same in one process without `mx.distributed`, for comparison with the sharded model.
 """
 
 import json
@@ -30,34 +30,34 @@ PROMPT = [5, 17, 200, 3, 319, 42, 42, 0, 7, 311]
 
 
 def few(model: Transformer) -> dict:
-    """Logits of a whole pass, and of one in chunks; greedy tokens."""
+    """Logits of a full pass and of one in chunks; greedy tokens."""
     cache = model.make_cache()
-    found = {"whole": model(mx.array([PROMPT]))[0], "chunks": prefill(model, PROMPT, cache, chunk=8)}
-    tokens = sample(model, found["chunks"], cache, Sampling(), 3)
-    return {name: value.tolist() for name, value in found.items()} | {"greedy": tokens}
+    results = {"whole": model(mx.array([PROMPT]))[0], "chunks": prefill(model, PROMPT, cache, chunk=8)}
+    tokens = sample(model, results["chunks"], cache, Sampling(), 3)
+    return {name: value.tolist() for name, value in results.items()} | {"greedy": tokens}
 
 
 def passes(model: Transformer) -> dict:
-    """Logits of every kind of pass: whole, in chunks with a cache, token by token, after a trim, a batch, no cache."""
-    found = {"whole": model(mx.array([PROMPT]))[0], "batch": model(mx.array([PROMPT[:4], PROMPT[4:8]]))}
+    """Logits of every kind of pass: full, in chunks, token by token, after a trim, of a batch, of a copied cache."""
+    results = {"whole": model(mx.array([PROMPT]))[0], "batch": model(mx.array([PROMPT[:4], PROMPT[4:8]]))}
     cache = model.make_cache()
-    found["chunks"] = prefill(model, PROMPT, cache, chunk=4)
-    tokens = sample(model, found["chunks"], cache, Sampling(), 5)
+    results["chunks"] = prefill(model, PROMPT, cache, chunk=4)
+    tokens = sample(model, results["chunks"], cache, Sampling(), 5)
     for entry in cache:
         entry.trim(4)
-    found["trimmed"] = model(mx.array([[9, 8]]), cache[0].offset, cache)
-    twin = [entry.prefix(4) for entry in cache]
-    found["twin"] = model(mx.array([[1]]), 4, twin)
-    found["after twin"] = model(mx.array([[2]]), cache[0].offset, cache)
+    results["trimmed"] = model(mx.array([[9, 8]]), cache[0].offset, cache)
+    copy = [entry.prefix(4) for entry in cache]
+    results["copy"] = model(mx.array([[1]]), 4, copy)
+    results["after copy"] = model(mx.array([[2]]), cache[0].offset, cache)
     window = model.make_cache(CacheSettings(max_kv_size=8))
-    found["window"] = prefill(model, PROMPT * 2, window, chunk=4)
+    results["window"] = prefill(model, PROMPT * 2, window, chunk=4)
     sampling = Sampling(temperature=1.0, top_p=0.9, seed=7)
     drawn = sample(model, prefill(model, PROMPT, cache := model.make_cache()), cache, sampling, 6)
-    return {name: value.tolist() for name, value in found.items()} | {"greedy": tokens, "drawn": drawn}
+    return {name: value.tolist() for name, value in results.items()} | {"greedy": tokens, "drawn": drawn}
 
 
 def sample(model: Transformer, logits: mx.array, cache: list, sampling: Sampling, count: int) -> list[int]:
-    """Tokens as `decoding.decode` makes them: the pass of one is queued before it is known."""
+    """Tokens, generated as by `decoding.decode`: the pass of a token is queued before its id is known."""
     sampler, tokens = Sampler(sampling, model.args.vocab_size), []
     for _ in range(count):
         token, _ = sampler(logits)
@@ -68,18 +68,18 @@ def sample(model: Transformer, logits: mx.array, cache: list, sampling: Sampling
 
 
 def looking(model: Transformer) -> dict:
-    """What looks inside: states and lens are there, single heads and edits are refused."""
+    """Interpretability on a sharded model: states and lens work, single heads and edits are refused."""
     position = look(model, PROMPT, 6)
-    found = {"resid_post": position.states["resid_post"].tolist(), "lens": position.logits.tolist()}
+    results = {"resid_post": position.states["resid_post"].tolist(), "lens": position.logits.tolist()}
     if not model.is_whole:
-        found |= {name: refusal(ask) for name, ask in refused(model, position).items()}
-    # And nobody waits for anybody: the next pass is as the first.
-    found["again"] = model(mx.array([PROMPT]))[0].tolist()
-    return found
+        results |= {name: refusal(call) for name, call in refused(model, position).items()}
+    # No rank waits for another: the next pass gives the same logits as the first.
+    results["again"] = model(mx.array([PROMPT]))[0].tolist()
+    return results
 
 
 def refused(model: Transformer, position: Position) -> dict:
-    """What must be refused before anything is run."""
+    """Calls that must be refused before anything runs."""
     return {
         "heads": lambda: attention_from(position, 0),
         "neurons": lambda: neurons(position, 0),
@@ -91,21 +91,21 @@ def refused(model: Transformer, position: Position) -> dict:
     }
 
 
-def refusal(ask: Callable[[], object]) -> str:
+def refusal(call: Callable[[], object]) -> str:
     try:
-        return f"no error, but {ask()}"
-    except ValueError as error:  # as UserError is one
+        return f"no error, but {call()}"
+    except ValueError as error:  # `UserError` is one
         return str(error)
 
 
 def memory(model: Transformer) -> dict:
-    """Bytes that loading the model and a pass took at most, and that were read from disk for it."""
+    """Peak memory of loading the model and one pass, and bytes read from disk for it."""
     mx.eval(model(mx.array([PROMPT])))
     return {"peak": mx.get_peak_memory(), "read": read_bytes() - BEFORE}
 
 
 def forever(model: Transformer) -> dict:
-    """Decode without end; says on standard error when it is under way."""
+    """Decode endlessly; prints "running" on standard error after the first tokens."""
     cache = model.make_cache()
     logits = prefill(model, PROMPT, cache)
     sample(model, logits, cache, Sampling(), 3)
@@ -117,7 +117,7 @@ def forever(model: Transformer) -> dict:
 
 
 def idle(model: Transformer) -> dict:
-    """Wait at the keyboard."""
+    """Wait for standard input, like a prompt."""
     mx.eval(model(mx.array([PROMPT])))
     print("running", file=sys.stderr, flush=True)
     sys.stdin.read()
@@ -125,31 +125,31 @@ def idle(model: Transformer) -> dict:
 
 
 def read_bytes() -> int:
-    """Bytes that this process has asked the kernel for so far; 0 where the kernel does not count them."""
+    """Bytes that this process has read so far; 0 if the kernel does not count them."""
     counts = Path("/proc/self/io")
     return int(counts.read_text().split()[1]) if counts.exists() else 0
 
 
 def main() -> None:
-    how, scenario, *folders = sys.argv[1:]
-    run = {each.__name__: each for each in (few, passes, looking, memory, forever, idle)}[scenario]
-    if how == "alone":
+    split, scenario, *folders = sys.argv[1:]
+    run = {function.__name__: function for function in (few, passes, looking, memory, forever, idle)}[scenario]
+    if split == "alone":
         print(json.dumps([run(load_model(folder)) for folder in folders]))
         return
     if world().rank:
         run_worker(world(), Path)
         if scenario == "memory":
-            found = {"peak": mx.get_peak_memory(), "read": read_bytes() - BEFORE}
-            Path(os.environ["WORKER_REPORT"]).write_text(json.dumps(found))
+            results = {"peak": mx.get_peak_memory(), "read": read_bytes() - BEFORE}
+            Path(os.environ["WORKER_REPORT"]).write_text(json.dumps(results))
         return
     rank0 = this_rank0()
-    rank0.pipeline = how == "pipeline"
+    rank0.pipeline = split == "pipeline"
     with rank0.world.connections.watched(0):
         try:
-            found = [run(rank0.load_model("", Path(folder))) for folder in folders]
+            results = [run(rank0.load_model("", Path(folder))) for folder in folders]
         finally:
             rank0.end()
-    print(json.dumps(found))
+    print(json.dumps(results))
 
 
 BEFORE = read_bytes()

@@ -1,6 +1,6 @@
-"""Several processes that run one model, on loopback: as `mlx.launch` starts them, but on ports that are free.
+"""Starts several processes that run one model on loopback, as `mlx.launch` does, but on free ports.
 
-`mlx.launch` keeps a processor busy while it waits, and its ports are fixed; one test starts it itself.
+`mlx.launch` occupies a CPU core while it waits, and its ports are fixed; one test starts it itself.
 """
 
 import json
@@ -15,13 +15,13 @@ from types import TracebackType
 from typing import NamedTuple
 
 PROGRAM = Path(__file__).parent / "rank_program.py"
-# A port that was free a moment ago may be taken when the ring wants it: then all is started again.
+# A free port may be taken before the ring uses it: then all ranks are started again.
 TRIES = 3
 TAKEN = "the ranks cannot reach each other"
 
 
 class Done(NamedTuple):
-    """How a rank ended."""
+    """The exit code and output of a rank."""
 
     code: int
     out: str
@@ -29,7 +29,7 @@ class Done(NamedTuple):
 
 
 class Ranks:
-    """The processes of one run; all are gone after the `with` block. `environment` of single ranks on top."""
+    """The processes of one run; the end of the `with` block kills them. environment: extra variables, by rank."""
 
     def __init__(
         self, folder: Path, size: int, command: Sequence[str], environment: dict[int, dict[str, str]] | None = None
@@ -59,36 +59,36 @@ class Ranks:
             process.communicate()
 
     def wait(self, timeout: float = 60) -> list[Done]:
-        """Wait for all of them. Raises `subprocess.TimeoutExpired` if one does not end."""
-        found, stdin = [], self.processes[0].stdin
+        """Wait for all ranks. Raises `subprocess.TimeoutExpired` if one does not end."""
+        done, stdin = [], self.processes[0].stdin
         for process in self.processes:
-            process.stdin = None  # which `communicate` would close: the person is still there
+            process.stdin = None  # `communicate` would close it, and rank 0 may still read it
             out, err = process.communicate(timeout=timeout)
-            found.append(Done(process.returncode, out, err))
+            done.append(Done(process.returncode, out, err))
         stdin.close()
-        return found
+        return done
 
 
 def run_ranks(folder: Path, size: int, command: Sequence[str], **options: dict[int, dict[str, str]]) -> list[Done]:
-    """Start so many ranks of a command, and wait for them."""
+    """Start `size` ranks of a command, and wait for them."""
     for _ in range(TRIES):
         with Ranks(folder, size, command, **options) as ranks:
             done = ranks.wait()
-        if not any(TAKEN in each.err for each in done):
+        if not any(TAKEN in rank.err for rank in done):
             break
     return done
 
 
 def run_program(folder: Path, size: int, *words: object) -> dict:
-    """What `rank_program` prints on rank 0, with these arguments. Fails with its errors if a rank fails."""
+    """The JSON that `rank_program` prints on rank 0 with these arguments. Fails with all errors if a rank fails."""
     done = run_ranks(folder, size, [sys.executable, str(PROGRAM), *map(str, words)])
-    assert [each.code for each in done] == [0] * size, "\n".join(each.err for each in done)
-    assert not any(each.out for each in done[1:])
+    assert [rank.code for rank in done] == [0] * size, "\n".join(rank.err for rank in done)
+    assert not any(rank.out for rank in done[1:])
     return json.loads(done[0].out)
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of loopback that are free now."""
+    """`count` ports of loopback that are free now."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:

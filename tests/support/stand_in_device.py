@@ -1,4 +1,4 @@
-"""A device without Metal, on which kernels are as fast, wrong or broken as a test says."""
+"""A simulated device, on which a test sets the speed and the faults of kernels."""
 
 import random
 from collections.abc import Callable
@@ -10,9 +10,9 @@ import mlx.core as mx
 
 
 class StandIn(Device):
-    """Work is queued with a cost; its clock moves when that is run.
+    """A device with a simulated clock, which advances by the cost of queued work when that is run.
 
-    noise: share of a cost by which it varies at random. drift: share by which all becomes slower with every second.
+    noise: the random variation of a cost, as a share. drift: the share by which work becomes slower per second.
     """
 
     def __init__(self, *, noise: float = 0.0, drift: float = 0.0) -> None:
@@ -41,15 +41,15 @@ class StandIn(Device):
         dtype: mx.Dtype = mx.float32,
         label: str = "one token",
     ) -> Case:
-        """A kernel that doubles its input; `fused` puts something else in its place."""
+        """A trial of a kernel that doubles its input; `fused` replaces its function."""
 
-        def right(x: mx.array) -> list[mx.array]:
+        def reference(x: mx.array) -> list[mx.array]:
             self.spend(reference_seconds)
             return [x + x]
 
-        def other(x: mx.array) -> list[mx.array]:
+        def kernel_function(x: mx.array) -> list[mx.array]:
             self.spend(seconds)
             return [(fused or (lambda x: 2 * x))(x)]
 
         x = mx.random.normal((1, 1, 64), key=mx.random.key(0)).astype(dtype)
-        return Case(kernel, label, (x,), other, right, lambda inputs, outputs: (outputs[0] / 2,), dtype)
+        return Case(kernel, label, (x,), kernel_function, reference, lambda inputs, outputs: (outputs[0] / 2,), dtype)

@@ -1,4 +1,4 @@
-"""A tiny Llama as a GGUF, and the same weights under their Hugging Face names."""
+"""A tiny Llama as a GGUF file, and the same weights by Hugging Face name."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,7 +18,7 @@ ARGS = ModelArgs(
     rope_theta=500000.0, max_seq_len=8192, tie_word_embeddings=True,
 )  # fmt: skip
 
-# The matrix that `write_k_quants` is about.
+# The matrix that `write_k_quants` quantizes.
 LAST_Q = "model.layers.1.self_attn.q_proj.weight"
 
 
@@ -39,7 +39,7 @@ def metadata(args: ModelArgs = ARGS) -> dict[str, Any]:
 
 
 def random_weights(args: ModelArgs = ARGS, seed: int = 0) -> dict[str, np.ndarray]:
-    """Hugging Face name -> float32, of the size of real weights."""
+    """Hugging Face name -> float32, with magnitudes of real weights."""
     rng = np.random.default_rng(seed)
     return {
         name: (rng.standard_normal(shape, np.float32) * 0.05 + (len(shape) == 1)).astype(np.float32)
@@ -58,14 +58,14 @@ def entries(weights: Mapping[str, np.ndarray], args: ModelArgs = ARGS, type_name
 
 
 def write_tiny(path: Path, type_name: str = "F32", args: ModelArgs = ARGS) -> dict[str, np.ndarray]:
-    """Write a whole model; returns its weights by Hugging Face name."""
+    """Write a model; returns its weights by Hugging Face name."""
     weights = random_weights(args)
     path.write_bytes(gguf_bytes(metadata(args), entries(weights, args, type_name)))
     return weights
 
 
 def _random_blocks(shape: tuple[int, int], type_name: str) -> np.ndarray:
-    """Stored rows, uint8 (rows, row bytes), of a type that the gguf package cannot write."""
+    """Random encoded rows, uint8 (rows, row bytes), of a type that the gguf package cannot write."""
     layout, rng = LAYOUTS[type_name], np.random.default_rng(1)
     raw = rng.integers(0, 256, (shape[0], shape[1] // layout.values * layout.n_bytes), dtype=np.uint8)
     blocks = raw.reshape(-1).view(layout.fields)
@@ -75,7 +75,7 @@ def _random_blocks(shape: tuple[int, int], type_name: str) -> np.ndarray:
 
 
 def write_k_quants(path: Path, type_name: str) -> np.ndarray:
-    """A model of which `LAST_Q` alone is of `type_name`; returns that matrix, dequantized by the gguf package."""
+    """Write a model with only `LAST_Q` of `type_name`; returns that matrix, dequantized by the gguf package."""
     weights = random_weights()
     raw = _random_blocks(weights[LAST_Q].shape, type_name)
     stored = Entry("blk.1.attn_q.weight", weights[LAST_Q].shape, TYPE_NUMBERS[type_name], raw.tobytes())

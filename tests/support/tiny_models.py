@@ -29,12 +29,12 @@ ARGS = ModelArgs(
 
 
 def tiny_args(**changes: Any) -> ModelArgs:
-    """A model of about 150,000 weights that runs in milliseconds; `changes` are fields of `ModelArgs`."""
+    """The arguments of a model of about 150,000 weights, which runs in milliseconds; changes: fields of `ModelArgs`."""
     return replace(ARGS, **changes)
 
 
 def random_weights(args: ModelArgs, *, seed: int = 0, scale: float = 0.1) -> dict[str, mx.array]:
-    """Every tensor by Hugging Face name, float32; norms around 1. The same seed gives the same weights."""
+    """Hugging Face name -> tensor, float32; norms around 1. The same seed gives the same weights."""
     weights = {}
     for key, (name, shape) in zip(
         mx.random.split(mx.random.key(seed), 512), expected_shapes(args).items(), strict=False
@@ -45,7 +45,7 @@ def random_weights(args: ModelArgs, *, seed: int = 0, scale: float = 0.1) -> dic
 
 
 def write_folder(folder: Path, args: ModelArgs, weights: dict[str, mx.array] | None = None, **settings: Any) -> Path:
-    """A model folder without tokenizer: `config.json` (with `settings` on top) and `model.safetensors`."""
+    """Write a model folder without tokenizer: `config.json` (`settings` overrides) and `model.safetensors`."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(to_hf(args) | settings))
     weights = random_weights(args) if weights is None else weights
@@ -56,7 +56,7 @@ def write_folder(folder: Path, args: ModelArgs, weights: dict[str, mx.array] | N
 def quantized(
     weights: dict[str, mx.array], *, bits: int = 4, group_size: int = 32, mode: str = "affine"
 ) -> dict[str, mx.array]:
-    """The same tensors with every matrix as `mx.quantize` packs it."""
+    """The same tensors with every matrix quantized by `mx.quantize`."""
     packed = {}
     for name, weight in weights.items():
         if weight.ndim == 1:
@@ -71,5 +71,5 @@ def quantized(
 
 
 def tiny_model(folder: Path, args: ModelArgs = ARGS, *, seed: int = 0) -> Transformer:
-    """A tiny random model, written to `folder` and loaded from it as any model is."""
+    """A tiny random model, written to `folder` and loaded from there."""
     return load_model(write_folder(folder, args, random_weights(args, seed=seed)))

@@ -1,4 +1,4 @@
-"""Texts that tokenizers get wrong, Meta's own tokenizer file, small byte-level BPE tokenizers trained on the spot."""
+"""Difficult texts for tokenizers, Meta's tokenizer file, and small byte-level BPE tokenizers, trained when called."""
 
 from importlib.resources import files
 from pathlib import Path
@@ -38,7 +38,7 @@ _ANY = st.characters(codec="utf-8")
 
 
 def texts(alphabet: st.SearchStrategy[str] = _ANY) -> st.SearchStrategy[str]:
-    """Pieces that meet at every kind of border, between any text of `alphabet`."""
+    """Concatenations of `TEXTS`, short pieces and random text of `alphabet`, for all kinds of boundaries."""
     pieces = [*TEXTS, " ", "  ", "\n", "1", "12", "'", "s", "é", "x"]
     return st.lists(st.sampled_from(pieces) | st.text(alphabet)).map("".join)
 
@@ -52,20 +52,20 @@ _CORPUS = [
 ]
 
 
-# Bytes that are no token of SmolLM: control characters that its training text did not hold, and what no UTF-8 holds.
+# Bytes without a token in SmolLM: control characters missing from its training text, and bytes invalid in UTF-8.
 SMOLLM_MISSING = bytes([0x04, 0x06, 0x13, 0x14, 0x16, 0x1D, 0xC0, 0xC1, 0xF1, 0xF2, *range(0xF5, 0x100)])
 
 
 def small_bpe(kind: str = "llama3", *, vocab_size: int = 400, missing: bytes = b"") -> Tokenizer:
-    """A trained byte-level BPE tokenizer with the rule of `llama3`, `gpt2` or `smollm`, without `missing` bytes."""
+    """A byte-level BPE tokenizer with the pretokenizer of `llama3`, `gpt2` or `smollm`, without `missing` bytes."""
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=kind != "llama3")
-    before = {
+    splitters = {
         "llama3": [pre_tokenizers.Split(Regex(LLAMA3_REGEX), "isolated")],
         "gpt2": [],
         "smollm": [pre_tokenizers.Digits(individual_digits=True)],
     }[kind]
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*before, byte_level])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splitters, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,

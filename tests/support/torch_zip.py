@@ -1,4 +1,4 @@
-"""Writes torch's zip files byte by byte, without torch: whole ones, and ones that are broken on purpose."""
+"""Writes torch's zip files byte by byte, without torch: valid ones, and deliberately broken ones."""
 
 import struct
 import zipfile
@@ -12,7 +12,7 @@ ITEMSIZE = {"F32": 4, "F16": 2, "BF16": 2, "I8": 1}
 
 
 def bf16_bits(values: np.ndarray) -> np.ndarray:
-    """float32 -> the upper half of its bits (cut off, not rounded: any bits will do for a test)."""
+    """float32 -> the upper half of its bits (truncated, not rounded: enough for a test)."""
     return (np.ascontiguousarray(values, np.float32).view(np.uint32) >> 16).astype(np.uint16)
 
 
@@ -61,17 +61,17 @@ def tensor(kind: str, key: str, numel: int, shape, strides, offset: int = 0) -> 
 
 
 def table(entries: Mapping[str, bytes]) -> bytes:
-    """A whole pickle: a dictionary from name to what the instructions make."""
+    """A complete pickle: a dictionary from name to the object that its instructions create."""
     return b"\x80\x02}(" + b"".join(text(name) + value for name, value in entries.items()) + b"u."
 
 
 def contiguous(shape) -> tuple[int, ...]:
-    """Strides in elements."""
+    """The strides of a contiguous tensor, in elements."""
     return tuple(int(np.prod(shape[axis + 1 :])) for axis in range(len(shape)))
 
 
 def write_zip(path: Path, pickle: bytes, storages: Mapping[str, bytes], root: str = "archive", **more: bytes) -> Path:
-    """A zip as torch lays it out: stored, every entry's data aligned to 64 bytes by the header's extra field."""
+    """Write a zip in torch's layout: uncompressed, data aligned to 64 bytes by the header's extra field."""
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
         entries = {
             "data.pkl": pickle,
@@ -87,7 +87,7 @@ def write_zip(path: Path, pickle: bytes, storages: Mapping[str, bytes], root: st
 
 
 def write_pth(path: Path, tensors: Mapping[str, tuple[str, np.ndarray]], **more: bytes) -> Path:
-    """A state dictionary: name -> (dtype, bits); BF16's bits are uint16."""
+    """Write a state dictionary: name -> (dtype, bits); the bits of BF16 are uint16."""
     entries, storages = {}, {}
     for key, (name, (kind, bits)) in enumerate(tensors.items()):
         entries[name] = tensor(kind, str(key), bits.size, bits.shape, contiguous(bits.shape))

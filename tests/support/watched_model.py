@@ -1,4 +1,4 @@
-"""A tiny random model that counts what it is fed and can be told what to say."""
+"""A tiny random model that counts the positions it is fed, and whose replies can be given."""
 
 from typing import Any
 
@@ -10,9 +10,10 @@ import mlx.core as mx
 
 
 class WatchedModel(Transformer):
-    """`prompts` holds the number of positions fed for each prompt.
+    """prompts: the number of positions fed for each prompt.
 
-    `replies` holds the ids to say after the next prompts; after their end, or without any, the choice is random.
+    replies: the token ids to generate after each of the next prompts. After the end of one, and without any, the logits
+    are the random model's.
     """
 
     def __init__(self, **changes: Any) -> None:
@@ -30,21 +31,21 @@ class WatchedModel(Transformer):
 
     def head(self, x: mx.array) -> mx.array:
         logits = super().head(x)
-        if logits.ndim == 2:  # only the last position of a prompt comes like this
+        if logits.ndim == 2:  # `prefill` passes the last position of a prompt like this
             self.prompts.append(self._pending)
             self._start, self._script = self._end, self.replies.pop(0) if self.replies else []
         self._pending = 0
-        place = self._end - self._start
-        if logits.ndim == 3 and logits.shape[1] > 1:  # over a draft: what follows each position
+        index = self._end - self._start
+        if logits.ndim == 3 and logits.shape[1] > 1:  # over a draft: the logits after each position
             rows = range(logits.shape[1])
-            return mx.stack([self._said(logits[:, row], place - rows[-1] + row) for row in rows], axis=1)
-        return self._said(logits, place)
+            return mx.stack([self._scripted(logits[:, row], index - rows[-1] + row) for row in rows], axis=1)
+        return self._scripted(logits, index)
 
-    def _said(self, logits: mx.array, place: int) -> mx.array:
-        if place < len(self._script):
-            return mx.where(mx.arange(logits.shape[-1]) == self._script[place], 1e4, logits)
+    def _scripted(self, logits: mx.array, index: int) -> mx.array:
+        if index < len(self._script):
+            return mx.where(mx.arange(logits.shape[-1]) == self._script[index], 1e4, logits)
         return logits
 
     def plain_logits(self, ids: list[int]) -> mx.array:
-        """Logits (vocab,) after `ids` from one pass without a cache, with nothing counted or forced."""
+        """Logits (vocab,) after `ids` from one pass without a cache, neither counted nor scripted."""
         return super().head(super().residual(mx.array([ids])))[0, -1]
