@@ -166,13 +166,15 @@ def print_bytes() -> None:
     moved = least = 0
     for call in kernel_calls(mx.bfloat16):
         passes = [check(dispatch).traffic for dispatch in call.run()[1]]
-        traffic = [each for one in passes for each in one if not each.name.endswith(("_shape", "_strides"))]
+        traffic = [
+            buffer for buffers in passes for buffer in buffers if not buffer.name.endswith(("_shape", "_strides"))
+        ]
         # A large input counts for each threadgroup that reads it; a small one counts once, because it stays in a cache.
-        traffic_bytes = sum(max(each.unique_read, each.group_read if each.size > 1 << 16 else 0) for each in traffic)
-        traffic_bytes += sum(each.group_written for each in traffic)
+        traffic_bytes = sum(max(b.unique_read, b.group_read if b.size > 1 << 16 else 0) for b in traffic)
+        traffic_bytes += sum(b.group_written for b in traffic)
         # The intermediate arrays between two passes may stay on the chip.
-        between = sum(each.size for one in passes[:-1] for each in one if each.group_written)
-        needed = sum(each.size for each in traffic) - 2 * between
+        between = sum(b.size for buffers in passes[:-1] for b in buffers if b.group_written)
+        needed = sum(b.size for b in traffic) - 2 * between
         moved, least = moved + traffic_bytes, least + needed
         print(f"  {call.name:<45} {traffic_bytes:>12,} of {needed:>12,}  {traffic_bytes / needed:.4f}")
     print(f"  {'all':<45} {moved:>12,} of {least:>12,}  {moved / least:.4f}")

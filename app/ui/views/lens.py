@@ -115,7 +115,7 @@ def _attention_heat(elem_id: str) -> gr.HTML:
 
 @dataclass(frozen=True)
 class _Draw:
-    """What the events do; values for `_Panel.all`."""
+    """The event handlers. They return values for `_Panel.all`."""
 
     selection: Selection
 
