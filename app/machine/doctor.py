@@ -7,6 +7,7 @@ from typing import Any
 from app.machine import dispatches
 from app.machine.doctor_text import lines
 from app.machine.machine import this_machine
+from app.machine.matrix_check import check_matrices
 from app.options.model import OpenModel, open_model
 from mlx_llama3.autotune.choice import NAMES, KernelChoice, has_metal, requested_kernels, use_chosen
 from mlx_llama3.autotune.decisions import Decision
@@ -42,6 +43,7 @@ def examine(name: str | None) -> dict[str, Any]:
     choice = _choice(opened)
     return {
         "machine": machine,
+        "matrices": [asdict(check) for check in check_matrices()],
         "model": opened and _model(opened),
         "error": error,
         "kernels": {"asked": mode, **{kernel: asdict(choice.decisions[kernel]) for kernel in NAMES}},

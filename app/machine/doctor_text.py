@@ -4,14 +4,21 @@ from collections.abc import Iterator
 from typing import Any
 
 from app.machine.dispatches import MLX_LM
+from app.machine.mlx_wheel import missing_matrix_units
 
+VERDICTS = {
+    "right": "right",
+    "TF32": "computed in TF32, with 11 bits; MLX_ENABLE_TF32=0 turns that off",
+    "wrong": "WRONG: do not trust any answer of this MLX on this system; update macOS and mlx, and report it to MLX",
+}
 STATES = {"used": "used", "slower": "slower", "failed": "failed", "absent": "not used"}
 
 
 def lines(report: dict[str, Any]) -> Iterator[str]:
     """The whole report, line by line; report: from `doctor.examine`."""
     model = _model(report["model"]) if report["model"] else _no_model(report["error"])
-    for part in (_machine(report["machine"]), model, _kernels(report), _dispatches(report["dispatches"])):
+    parts = (_machine(report["machine"]), _matrices(report), model, _kernels(report), _dispatches(report["dispatches"]))
+    for part in parts:
         yield from part
         yield ""
     yield "For a bug report, copy all of this or attach what `mlx-llama3 doctor --json` prints, and add:"
@@ -27,6 +34,22 @@ def _machine(machine: dict[str, Any]) -> Iterator[str]:
     yield f"chip      {machine['chip']}{speed}"
     yield f"memory    {_gb(machine['memory'])}, of which models may take {_gb(machine['available'])}"
     yield f"computes  {where}"
+    if warning := missing_matrix_units(machine["chip"], machine["wheel"]):
+        yield f"warning   {warning}"
+
+
+def _matrices(report: dict[str, Any]) -> Iterator[str]:
+    """The verdict on the products of a large matrix against float64, one line each if one of them is not right."""
+    checks = report["matrices"]
+    if all(check["verdict"] == "right" for check in checks):
+        kinds = ", ".join(f"{check['weights']} {check['dtype']}" for check in checks)
+        yield f"products  of a large matrix are right, compared with float64: {kinds}"
+        return
+    for check in checks:
+        yield (
+            f"products  {check['weights']} {check['dtype']}: {VERDICTS[check['verdict']]} "
+            f"(relative error {check['error']:.1g} to float64)"
+        )
 
 
 def _no_model(error: str | None) -> Iterator[str]:

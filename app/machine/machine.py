@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import mlx_llama3  # first: it puts a fast BLAS in place before MLX is loaded
 from app.machine.apple_chips import bandwidth
+from app.machine.mlx_wheel import metal_wheel
 from mlx_llama3.autotune.choice import has_metal
 from mlx_llama3.system.memory import available_memory
 
@@ -20,7 +21,8 @@ class Machine:
     """The facts of a machine and process.
 
     memory: bytes of physical memory. available: bytes that a model may use. bandwidth: the chip's memory bandwidth by
-    Apple's specification, in 10**9 bytes per second; None if it is not known.
+    Apple's specification, in 10**9 bytes per second; None if it is not known. wheel: the platform of the installed
+    `mlx-metal`; None where it is not installed. tf32: the value of `MLX_ENABLE_TF32`; None if it is not set.
     """
 
     chip: str
@@ -33,6 +35,8 @@ class Machine:
     mlx: str
     mlx_lm: str | None
     metal: bool
+    wheel: str | None = None
+    tf32: str | None = None
 
 
 def this_machine() -> Machine:
@@ -49,6 +53,8 @@ def this_machine() -> Machine:
         mx.__version__,
         mlx_lm_version(),
         has_metal(),
+        metal_wheel(),
+        os.environ.get("MLX_ENABLE_TF32"),
     )
 
 

@@ -34,7 +34,7 @@ def test_the_report_is_true(run) -> None:
     code, out, err = run("--model", "tiny", "--json")
     assert (code, err) == (0, "")
     report = json.loads(out)
-    assert list(report) == ["machine", "model", "error", "kernels", "dispatches"]
+    assert list(report) == ["machine", "matrices", "model", "error", "kernels", "dispatches"]
     assert report["machine"]["mlx"] == mx.__version__
     assert report["machine"]["memory"] >= report["machine"]["available"] > 10**8
     model = report["model"]
