@@ -23,7 +23,8 @@ import mlx.core as mx
 
 ROOT = Path(__file__).parents[2]
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
-HEADS = 9  # of the demo model
+# Relative difference of two ways to compute a number: in float32, and in the 16 bits of a GPU.
+CLOSE = 1e-3 if mx.default_device() == mx.cpu else 2e-2
 
 
 def programs(name: str) -> list[str]:
@@ -93,9 +94,9 @@ def test_the_readmes_program_prints_norms_and_lens(demo_folder, by_hand, session
     for layer, norm, best, rank in rows:
         stream = by_hand[int(layer)][2][-1]
         logits = np.array(session.model.head(stream).astype(mx.float32))
-        assert int(norm) == pytest.approx(np.linalg.norm(np.array(stream.astype(mx.float32))), abs=0.6)
+        assert int(norm) == pytest.approx(np.linalg.norm(np.array(stream.astype(mx.float32))), rel=CLOSE, abs=0.6)
         assert best == repr(session.tokenizer.decode([int(logits.argmax())]))
-        assert int(rank) == (logits > logits[session.paris]).sum()
+        assert int(rank) == pytest.approx((logits > logits[session.paris]).sum(), rel=CLOSE)
 
 
 @pytest.mark.parametrize("number", range(9))
@@ -107,14 +108,15 @@ def test_a_program_prints_what_the_page_says(session, number):
 def test_norms_are_those_of_the_blocks(session, by_hand):
     for index, point in enumerate(("attn_out", "mlp_out", "resid_post")):
         wanted = [np.linalg.norm(np.array(layer[index].astype(mx.float32)), axis=-1) for layer in by_hand]
-        np.testing.assert_allclose(session.run.norm(point), wanted, rtol=2e-3)
+        np.testing.assert_allclose(session.run.norm(point), wanted, rtol=CLOSE)
 
 
 def test_the_lens_is_the_head_on_the_stream(session, by_hand):
     logits = np.array(session.model.head(mx.stack([layer[2][-1] for layer in by_hand])).astype(mx.float32))
-    np.testing.assert_array_equal(session.lens.ids[:, 1, 0], logits.argmax(-1))
+    best = np.take_along_axis(logits, session.lens.ids[:, 1, :1], -1)[:, 0]
+    np.testing.assert_allclose(best, logits.max(-1), rtol=CLOSE)
     ranks = (logits > logits[:, session.paris][:, None]).sum(-1)
-    np.testing.assert_allclose(session.lens.rank[:, 1], ranks, rtol=0.02, atol=1)
+    np.testing.assert_allclose(session.lens.rank[:, 1], ranks, rtol=CLOSE, atol=1)
 
 
 def test_the_pattern_is_the_softmax_of_its_queries_and_keys(session, by_hand):
@@ -126,15 +128,15 @@ def test_the_pattern_is_the_softmax_of_its_queries_and_keys(session, by_hand):
     key_head = 4 // (model.args.n_heads // model.args.n_kv_heads)
     query, keys = (np.array(each.astype(mx.float32)) for each in (queries[0, 4, -1], kv[0, 0, key_head]))
     wanted = probabilities(mx.array(keys @ query * model.args.head_dim**-0.5))
-    np.testing.assert_allclose(session.pattern, wanted, atol=5e-3)
+    np.testing.assert_allclose(session.pattern, wanted, atol=CLOSE)
 
 
 def test_contributions_add_up_to_the_logit(session, by_hand):
     parts = session.parts
     logit = session.model(mx.array([session.ids]))[0, -1, session.paris].item()
-    assert parts.logit == pytest.approx(logit, rel=5e-3)
-    assert parts.embedding + parts.attention.sum() + parts.mlp.sum() == pytest.approx(logit, rel=5e-3)
-    np.testing.assert_allclose(parts.heads.sum(-1), parts.attention, atol=0.03)
+    assert parts.logit == pytest.approx(logit, rel=CLOSE)
+    assert parts.embedding + parts.attention.sum() + parts.mlp.sum() == pytest.approx(logit, rel=CLOSE)
+    np.testing.assert_allclose(parts.heads.sum(-1), parts.attention, atol=20 * CLOSE)
 
 
 def test_silencing_a_head_is_a_zero_in_its_part_of_the_output(session, by_hand):
@@ -144,12 +146,12 @@ def test_silencing_a_head_is_a_zero_in_its_part_of_the_output(session, by_hand):
         q, kv = block.attention.project(block.attention_norm(x), 0, freqs)
         z = mx.fast.scaled_dot_product_attention(q, kv[0], kv[1], scale=block.attention.scale, mask="causal")
         if number == 23:
-            z = z * (mx.arange(HEADS) != 4).astype(z.dtype)[:, None, None]
+            z = z * (mx.arange(model.args.n_heads) != 4).astype(z.dtype)[:, None, None]
         x = x + block.attention.join(z)
         x = x + block.feed_forward(block.ffn_norm(x))
     wanted = probabilities(model.head(x[0, -1]))[session.paris]
     found = probabilities(session.quiet(mx.array([ids]))[0, -1])[session.paris]
-    assert found == pytest.approx(wanted, rel=0.03) and f"{found:.2f}" in session.outputs[5]
+    assert found == pytest.approx(wanted, rel=5 * CLOSE) and f"{found:.2f}" in session.outputs[5]
 
 
 def test_steering_adds_the_difference_of_two_states(session):
@@ -162,14 +164,15 @@ def test_steering_adds_the_difference_of_two_states(session):
         x = x + (love - hate) if number == 16 else x
     logits = model.head(x[0, -1])
     wanted = (logits[session.good] - logits[session.bad]).item()
-    assert (session.outputs[6].splitlines()[-1]).endswith(f"is {wanted:.1f}")
+    printed = float(session.outputs[6].split()[-1])
+    assert printed == pytest.approx(wanted, rel=CLOSE, abs=0.051)
 
 
 def test_the_perplexity_is_that_of_the_command(session):
     length = len(session.text)
     wanted = score(session.model, session.text, context=length, stride=length)
     assert session.chosen.size == wanted.tokens
-    assert math.exp(-session.chosen.mean().item()) == pytest.approx(wanted.value, rel=2e-3)
+    assert math.exp(-session.chosen.mean().item()) == pytest.approx(wanted.value, rel=CLOSE)
 
 
 def test_a_batch_gives_the_answers_of_each_prompt_alone(session):
