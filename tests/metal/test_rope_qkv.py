@@ -4,29 +4,31 @@ from itertools import cycle
 
 import numpy as np
 import pytest
+from correctly_rounded import double, prove_rounded
 
 from mlx_llama3.model.kernels import rope_qkv
 from mlx_llama3.model.layers.rope import RopeTables
-from tests.metal_harness.checking.proof import prove
 
 import mlx.core as mx
 
-# Half a unit in the last place of the output; float32 angles are off by some units in their last place.
-TOLERANCE = {mx.float32: 1e-6, mx.float16: 2**-10, mx.bfloat16: 2**-7}
+DTYPES = (mx.float32, mx.float16, mx.bfloat16)
+RELATIVE = 2e-7  # of float32 sines and products, relative to |low| + |high|; measured 6e-8
 
 
-def exact(qkv, n_heads, n_kv_heads, start_pos, freqs):
-    """The results with float32 angles, as in the kernel, and float64 sines and products."""
+def exact(qkv, n_heads, n_kv_heads, freqs):
+    """The results with float32 angles, as in the kernel, and float64 sines and products; and the allowed errors."""
     B, S, _ = qkv.shape
     offset = np.broadcast_to(np.array(freqs.offset), (B,))
     angle = (offset[:, None] + np.arange(S)).astype(np.float32)[..., None] * np.array(freqs.inv_freq)  # (B, S, pairs)
     sine, cosine = (function(angle.astype(np.float64))[:, None] for function in (np.sin, np.cos))
-    heads = np.array(qkv.astype(mx.float32), np.float64).reshape(B, S, n_heads + 2 * n_kv_heads, -1)
+    heads = double(qkv).reshape(B, S, n_heads + 2 * n_kv_heads, -1)
     low, high = np.split(heads.transpose(0, 2, 1, 3), 2, axis=-1)  # (B, heads, S, pairs)
     rotated = np.concatenate([low * cosine - high * sine, low * sine + high * cosine], axis=-1)
     plain = np.concatenate([low, high], axis=-1)
+    error = RELATIVE * np.tile(np.abs(low) + np.abs(high), 2)
     q, k, v = rotated[:, :n_heads], rotated[:, n_heads : n_heads + n_kv_heads], plain[:, n_heads + n_kv_heads :]
-    return tuple(mx.array(x.astype(np.float32)).astype(qkv.dtype) for x in (q, np.stack([k, v])))
+    q_error, k_error = error[:, :n_heads], error[:, n_heads : n_heads + n_kv_heads]
+    return (q, np.stack([k, v])), (q_error, np.stack([k_error, np.full(v.shape, 1e-30)]))
 
 
 def prove_shape(heads, head_dim, dtype, start_pos=7, batch=1, length=1):
@@ -36,10 +38,11 @@ def prove_shape(heads, head_dim, dtype, start_pos=7, batch=1, length=1):
     inv_freq = 500000.0 ** (-mx.arange(0, head_dim, 2, dtype=mx.float32) / head_dim)
     offset = start_pos if isinstance(start_pos, mx.array) else mx.array(start_pos)
     freqs = RopeTables(offset, inv_freq, 1.0 / inv_freq)
-    return prove(
-        *(rope_qkv.fused, exact, qkv, n_heads, n_kv_heads, start_pos, freqs),
-        atol=2e-6,
-        rtol=TOLERANCE[dtype],
+    results, errors = exact(qkv, n_heads, n_kv_heads, freqs)
+    return prove_rounded(
+        *(rope_qkv.fused, rope_qkv.reference, qkv, n_heads, n_kv_heads, start_pos, freqs),
+        exact=results,
+        errors=errors,
         reads_once=["qkv"],
     )
 
@@ -47,7 +50,7 @@ def prove_shape(heads, head_dim, dtype, start_pos=7, batch=1, length=1):
 SHAPES = [((9, 3), 64), ((32, 8), 64), ((24, 8), 128), ((1, 1), 8), ((3, 1), 6), ((2, 1), 64)]
 
 
-@pytest.mark.parametrize(("shape", "dtype"), list(zip(SHAPES, cycle(TOLERANCE))), ids=str)
+@pytest.mark.parametrize(("shape", "dtype"), list(zip(SHAPES, cycle(DTYPES))), ids=str)
 def test_every_shape_of_heads(shape, dtype):
     (dispatch,) = prove_shape(*shape, dtype).dispatches
     traffic = dispatch.traffic
@@ -67,3 +70,16 @@ def test_several_positions_and_sequences(batch, length):
 
 def test_sequences_with_different_start_positions():
     prove_shape((4, 2), 64, mx.float16, mx.array([3, 1000, 0]), 3, 2)
+
+
+@pytest.mark.parametrize("head_dim", [rope_qkv.MAX_HEAD_DIM, 512])
+def test_wide_heads(head_dim):
+    """A threadgroup is as wide as half a head, up to the 1,024 threads that Metal allows."""
+    (dispatch,) = prove_shape((2, 1), head_dim, mx.float16).dispatches
+    assert dispatch.dispatch.threadgroup == (head_dim // 2, 1, 1)
+
+
+def test_threadgroups_are_full():
+    """256 threads: as many groups of heads as fit beside each other."""
+    (dispatch,) = prove_shape((32, 8), 64, mx.bfloat16).dispatches
+    assert dispatch.dispatch.threadgroup == (32, 8, 1)

@@ -91,6 +91,7 @@ def takes(x: mx.array, update: mx.array, weight: mx.array) -> bool:
     dim = weight.size
     return (
         x.dtype in TYPES
+        and x.size < 1 << 32  # indices are 32 bits wide
         and x.dtype == update.dtype == weight.dtype
         and x.shape == update.shape
         and x.ndim == 3

@@ -10,6 +10,7 @@ import mlx.core as mx
 
 HEADS_A_THREAD = 4
 THREADS = 256
+MAX_HEAD_DIM = 2048  # a threadgroup has a thread for each pair, 1024 at most
 
 # One thread rotates the numbers i and i + PAIRS of HEADS_A_THREAD consecutive heads: these share their angle. The sine
 # is the precise one, because at the large angles of far positions the fast one returns noise.
@@ -67,11 +68,13 @@ def reference(
 
 
 def takes(qkv: mx.array, n_heads: int, n_kv_heads: int, start_pos: StartPos, freqs: RopeTables) -> bool:
-    """Whether the kernel takes these: any head sizes, with one start position for all sequences or one for each."""
+    """Whether the kernel takes these: heads of up to 2048; one start position for all sequences, or one for each."""
     width = 2 * freqs.inv_freq.size
     return (
         qkv.dtype in TYPES
+        and qkv.size < 1 << 32  # indices are 32 bits wide
         and freqs.inv_freq.dtype == mx.float32
+        and width <= MAX_HEAD_DIM
         and qkv.shape[2] == (n_heads + 2 * n_kv_heads) * width
         and freqs.offset.shape in ((), (qkv.shape[0],))
     )
@@ -83,7 +86,8 @@ def fused(
     """As `reference`, in one kernel; runs the reference for inputs that the kernel does not take.
 
     The kernel computes the angles itself, in float32. Grid: pairs of a head, groups of 4 heads, B * S. Threadgroup: 256
-    threads at most. It reads `qkv` once, writes the outputs once, and reads 4 * head_dim / 2 bytes of frequencies.
+    threads at most, or head_dim / 2 if that is more. It reads `qkv` once, writes the outputs once, and reads
+    4 * head_dim / 2 bytes of frequencies.
     """
     if not takes(qkv, n_heads, n_kv_heads, start_pos, freqs):
         return reference(qkv, n_heads, n_kv_heads, start_pos, freqs)
