@@ -1,4 +1,10 @@
-"""The demo model generates the same tokens with the shipped Metal kernels, run on the CPU, as without them."""
+"""The demo model generates the same tokens with the shipped Metal kernels, run on the CPU, as without them.
+
+Both as it is, and with compiled blocks. `mx.compile` does nothing here, so that the kernels in a compiled block run on
+the CPU too: the Python of the block's halves runs for every token.
+"""
+
+from functools import partial
 
 import numpy as np
 import pytest
@@ -25,6 +31,21 @@ def model(demo_folder):
         return load_model(demo_folder)
 
 
+@pytest.fixture(params=[False, True], ids=["plain", "compiled"])
+def compiles(request, model, monkeypatch):
+    """Whether decoding runs compiled blocks, as on a GPU."""
+    if request.param:
+        monkeypatch.setattr(model, "compiles", True)
+        monkeypatch.setattr(model.rope, "frequencies", partial(model.rope.frequencies, table=False))
+    return request.param
+
+
+def halves_in_use(model) -> set[tuple[bool, bool]]:
+    """The variants of compiled halves that the blocks made, each (fused, watched)."""
+    blocks = model.compiled_blocks.of(model.layers) if model.compiles else []
+    return {variant for block in blocks for variant in block._residual_halves}
+
+
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Make blocks of the quantized cache so small that a text of a dozen tokens is packed."""
@@ -44,8 +65,12 @@ def greedy(model, prompt: list[int], settings: CacheSettings) -> tuple[list[int]
 
 
 # Tolerance for float32 logits of about 20. A number halfway between two quantization steps may be packed as either.
-@pytest.mark.parametrize(("kv_bits", "tolerance"), [(None, 5e-4), (4, 1e-2)])
-def test_the_same_tokens_with_and_without_kernels(model, demo_folder, small_blocks, kv_bits, tolerance):
+@pytest.mark.parametrize(
+    ("compiles", "kv_bits", "tolerance"),
+    [(False, None, 5e-4), (False, 4, 1e-2), (True, 4, 1e-2)],
+    indirect=["compiles"],
+)
+def test_the_same_tokens_with_and_without_kernels(model, demo_folder, compiles, small_blocks, kv_bits, tolerance):
     settings = CacheSettings(kv_bits=kv_bits)
     prompt = load_tokenizer(demo_folder).encode("The capital of France is", bos=False)
     model.use(REFERENCE)
@@ -53,6 +78,7 @@ def test_the_same_tokens_with_and_without_kernels(model, demo_folder, small_bloc
     model.use(FUSED)
     with emulated() as emulation:
         tokens, logits = greedy(model, prompt, settings)
+        assert halves_in_use(model) == ({(True, False)} if compiles else set())
     assert tokens == wanted
     largest = max(mx.abs(a - b).max().item() for a, b in zip(logits, wanted_logits, strict=True))
     assert largest <= tolerance
@@ -64,7 +90,7 @@ def test_the_same_tokens_with_and_without_kernels(model, demo_folder, small_bloc
     assert emulation.called("llama3_sdpa_quantized") == (0 if kv_bits is None else layers * TOKENS)
 
 
-def test_live_norms_come_from_the_kernels(model, demo_folder):
+def test_live_norms_come_from_the_kernels(model, demo_folder, compiles):
     """The norms are those of the references. Measuring them changes no logits and adds no kernel call."""
     ids = load_tokenizer(demo_folder).encode("The capital of France is", bos=False)
     model.use(REFERENCE)
@@ -72,6 +98,7 @@ def test_live_norms_come_from_the_kernels(model, demo_folder):
     model.use(FUSED)
     with emulated() as emulation:
         norms, logits = with_norms(model, ids)
+        assert halves_in_use(model) == ({(True, True)} if compiles else set())
         cache = model.make_cache()
         mx.eval(model(mx.array([ids[:-2]]), 0, cache))
         plain = [model(mx.array([[token]]), cache[0].offset, cache) for token in ids[-2:]]
