@@ -1,6 +1,6 @@
-"""The GGUF format: header, tensor types and their blocks, split files, and the metadata that mean a configuration.
+"""Reading and writing GGUF: header, tensor types and their blocks, split files, and the metadata of a Llama model.
 
-Reading and writing; `sources/gguf.py` makes a source of it.
+`sources/gguf.py` builds a `Source` on it.
 """
 
 from convert.gguf.reader import GGUFError, GGUFHeader, read_header

@@ -1,4 +1,4 @@
-"""The shape of a model out of GGUF metadata (`llama.*` keys; ggml `docs/gguf.md`, "LLM")."""
+"""Reads `ModelArgs` from GGUF metadata (`llama.*` keys; ggml `docs/gguf.md`, "LLM")."""
 
 import math
 from collections.abc import Mapping
@@ -12,10 +12,10 @@ from convert.gguf.rope_factors import ORIGINAL_MAX_POSITION, scaling_from_factor
 from mlx_llama3.model.config import ConfigError, ModelArgs, RopeScaling, llama3_rope_factor
 
 ROPE_FACTORS = "rope_freqs.weight"
-# Llama 3.1 and later by their metadata: 3.0 has the same base with a context of 8192, stretched fine-tunes of 3.0 have
-# another base.
+# RoPE base and context length of Llama 3.1 and later. 3.0 has the same base with a context of 8192; long-context
+# fine-tunes of 3.0 have another base.
 SCALED_THETA, SCALED_CONTEXT = 500_000.0, 131_072
-# Keys that change what is computed, unless they are absent, zero or have this value.
+# Keys that change the computation, unless they are absent, zero or have this value.
 FOREIGN_KEYS = {
     "attention.scale": 0,
     "attention.sliding_window": 0,
@@ -29,16 +29,16 @@ FOREIGN_KEYS = {
 def args_from_gguf(
     metadata: Mapping[str, Any], tensors: Mapping[str, GGUFTensor], source: str
 ) -> tuple[ModelArgs, list[str]]:
-    """`ModelArgs`, and sentences about what had to be assumed.
+    """Read `ModelArgs`; the second result is sentences about what had to be assumed.
 
     Args:
-        metadata: of the file (the first part of a split one).
-        tensors: the directory; of the data, only `rope_freqs.weight` is read.
+        metadata: the metadata of the file (of the first part, if it is split).
+        tensors: the tensor directory; only the data of `rope_freqs.weight` is read.
         source: the file, for messages.
 
     Raises:
-        GGUFError: another architecture, a key that is missing, of the wrong type or not supported, numbers that do not
-            go together.
+        GGUFError: the architecture is not Llama; a key is missing, of the wrong type or not supported; numbers
+            contradict each other.
     """
     keys = _Keys(metadata, source)
     architecture = keys.text("general.architecture")
@@ -73,7 +73,7 @@ def args_from_gguf(
 
 
 class _Keys:
-    """Metadata values that are there and of the right type, or an error that names the key."""
+    """Typed access to metadata; a missing or wrong value raises an error that names the key."""
 
     def __init__(self, metadata: Mapping[str, Any], source: str) -> None:
         self.metadata, self.source = metadata, source
@@ -90,7 +90,7 @@ class _Keys:
 
     def count(self, key: str, default: int | None = None) -> int:
         value = self.metadata.get(key, default)
-        # An array of one number a layer, as some architectures write it, is the same if all agree.
+        # Some architectures write an array with one number per layer. It is accepted if all numbers are equal.
         if isinstance(value, list) and value and all(item == value[0] for item in value):
             value = value[0]
         if type(value) is not int or value < 1:
@@ -101,15 +101,15 @@ class _Keys:
         value = self.metadata.get(key)
         if type(value) not in (int, float) or not 0 < value < math.inf:
             raise self.fail(key, "a positive number")
-        # Stored in float32: 1e-05 comes as 9.999999747378752e-06. The shortest number that means the same is the one
-        # that was written.
+        # GGUF stores float32, so 1e-05 is read as 9.999999747378752e-06. The shortest decimal with the same float32
+        # value is the number that was written.
         shortest = np.float32(value)
         return float(str(shortest)) if shortest == value else float(value)
 
 
 def _layers(keys: _Keys, tensors: Mapping[str, GGUFTensor]) -> int:
     n_layers = keys.count("llama.block_count")
-    # Checked here because everything that follows lists the tensors of every layer.
+    # A damaged count must fail here, before the tensors of so many layers are listed.
     if n_layers > len(tensors):
         raise GGUFError(f"{keys.source}: llama.block_count is {n_layers}, but there are only {len(tensors)} tensors")
     return n_layers

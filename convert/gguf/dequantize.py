@@ -1,11 +1,11 @@
-"""GGUF's quantized blocks: unpacked to float32, or repacked as MLX affine groups without changing a value.
+"""Dequantizes GGUF's blocks to float32, or repacks them as MLX affine groups without changing a value.
 
-Every type says the same thing in its own packing: w = scale * (q - zero) + bias, with small integers q in groups that
-share scale and bias. `_UNPACK` reads each packing into that one form. `dequantize` evaluates it, with the operations in
-ggml's order so that every bit agrees; `to_affine` writes it in MLX's packing, w = scale * q + (bias - scale * zero).
+All types encode w = scale * (q - zero) + bias, with small integers q in groups that share scale and bias. `_UNPACK`
+reads each type's packing into this form. `dequantize` evaluates it, with the operations in ggml's order, so that every
+bit agrees. `to_affine` writes it in MLX's packing, w = scale * q + (bias - scale * zero).
 
-MLX has groups of 32 and 4, 5 or 8 bits for it, so Q4_0, Q4_1, Q4_K (4 bits), Q5_0, Q5_1, Q5_K (5) and Q8_0 (8) fit.
-Q2_K, Q3_K and Q6_K have groups of 16, which MLX does not know.
+MLX has groups of 32 with 4, 5 or 8 bits, so Q4_0, Q4_1, Q4_K (4 bits), Q5_0, Q5_1, Q5_K (5) and Q8_0 (8) fit. Q2_K,
+Q3_K and Q6_K have groups of 16, which MLX does not have.
 Layouts: llama.cpp `ggml/src/ggml-quants.c`, `dequantize_row_*`.
 """
 
@@ -16,12 +16,12 @@ import numpy as np
 
 from convert.gguf.types import LAYOUTS
 
-# Values unpacked at a time, so that the intermediate arrays stay in the processor's cache.
+# Values per step, so that the intermediate arrays stay in the processor's cache.
 CHUNK_VALUES = 1 << 16
 
 AFFINE_BITS = {"Q4_0": 4, "Q4_1": 4, "Q4_K": 4, "Q5_0": 5, "Q5_1": 5, "Q5_K": 5, "Q8_0": 8}
 AFFINE_GROUP = 32
-# Types whose scales are float16 times a small integer: exact only in float32.
+# Types whose scales are the product of a float16 and a small integer, exact only in float32.
 WIDE_SCALES = frozenset({"Q4_K", "Q5_K"})
 
 
@@ -37,7 +37,10 @@ class Affine(NamedTuple):
 
 
 class _Groups(NamedTuple):
-    """q (blocks, groups, group size) uint8; scale, bias (blocks, groups) float32, bias None where the type has none."""
+    """Blocks in the form w = scale * (q - zero) + bias.
+
+    q (blocks, groups, group size) uint8; scale and bias (blocks, groups) float32, bias None if the type has none.
+    """
 
     q: np.ndarray
     zero: int
@@ -45,15 +48,15 @@ class _Groups(NamedTuple):
     bias: np.ndarray | None
 
 
-# Scales of a damaged file may be infinite or NaN. The caller looks for them; warnings on the way would be noise.
-_QUIETLY = np.errstate(over="ignore", invalid="ignore")
+# Scales of a damaged file may be infinite or NaN. The callers check for them, so numpy need not warn.
+_NO_WARNINGS = np.errstate(over="ignore", invalid="ignore")
 
 
-@_QUIETLY
+@_NO_WARNINGS
 def dequantize(raw: np.ndarray, type_name: str) -> np.ndarray:
-    """Unpack rows as stored, (rows, row bytes) uint8, to float32 (rows, columns).
+    """Dequantize stored rows, (rows, row bytes) uint8, to float32 (rows, columns).
 
-    Bit for bit what ggml's reference (and `gguf.quants.dequantize`) gives. `type_name` is a key of `LAYOUTS`.
+    Bit for bit equal to ggml's reference (and to `gguf.quants.dequantize`). `type_name` is a key of `LAYOUTS`.
     """
     fields = LAYOUTS[type_name].fields
     if type_name == "BF16":
@@ -73,13 +76,13 @@ def dequantize(raw: np.ndarray, type_name: str) -> np.ndarray:
     return out.reshape(raw.shape[0], -1)
 
 
-@_QUIETLY
+@_NO_WARNINGS
 def to_affine(raw: np.ndarray, type_name: str, scale_dtype: type = np.float16) -> Affine:
-    """Repack rows as stored, (rows, row bytes) uint8, as MLX affine groups of 32; `type_name` is in `AFFINE_BITS`.
+    """Repack stored rows, (rows, row bytes) uint8, as MLX affine groups of 32; `type_name` is in `AFFINE_BITS`.
 
-    With scales of float32 every value is exactly `dequantize`'s. In float16, the default, that still holds for all
-    types but those in `WIDE_SCALES`, whose scales and biases are rounded. A bias beyond float16's range becomes an
-    infinity; the caller must look, and ask for float32.
+    With float32 scales every value equals that of `dequantize`. With float16, the default, so it does for all types but
+    those in `WIDE_SCALES`, whose scales and biases are rounded. A bias beyond float16's range becomes infinite; the
+    caller must check for it and use float32.
     """
     bits = AFFINE_BITS[type_name]
     rows = raw.shape[0]
@@ -98,13 +101,13 @@ def to_affine(raw: np.ndarray, type_name: str, scale_dtype: type = np.float16) -
     return Affine(weight.reshape(rows, -1), scales.reshape(rows, -1), biases.reshape(rows, -1))
 
 
-@_QUIETLY
-def to_affine_anew(values: np.ndarray) -> Affine:
+@_NO_WARNINGS
+def requantize_8_bit(values: np.ndarray) -> Affine:
     """Quantize float32 (rows, columns) to 8 bits in groups of 32 with float16 scales and biases.
 
-    No value moves by more than half its group's scale: the integers are chosen for the scale and bias as rounded to
-    float16, and the scale is rounded up. (`mx.quantize` chooses them first, which costs a third of the precision where
-    weights are of the size of 1e-3, and most of it below.)
+    No value changes by more than half its group's scale: scale and bias are rounded to float16 first, the scale up, and
+    the integers are then computed from them. (`mx.quantize` computes the integers first. That loses a third of the
+    precision for weights around 1e-3, and most of it below.)
     """
     groups = values.reshape(-1, AFFINE_GROUP)
     q = np.empty(groups.shape, np.uint8)
@@ -127,38 +130,38 @@ def _nearest_8_bit(groups: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarr
 
 
 def extremes(groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Least and greatest value of every row; across rows numpy finds them six times as fast as along short ones."""
+    """Minimum and maximum of every row. Transposed first: numpy reduces across short rows six times as fast."""
     columns = np.ascontiguousarray(groups.T)
     return columns.min(axis=0), columns.max(axis=0)
 
 
 def _round_up(values: np.ndarray) -> np.ndarray:
-    """The next float16 number that is not smaller, as float32."""
+    """Round up to float16, returned as float32."""
     near = values.astype(np.float16)
     return np.where(near < values, np.nextafter(near, np.float16(np.inf)), near).astype(np.float32)
 
 
 def is_finite(raw: np.ndarray, type_name: str) -> bool:
-    """Whether rows as stored, (rows, row bytes) uint8, are free of NaN and infinity (their values or their scales)."""
+    """Whether stored rows, (rows, row bytes) uint8, are free of NaN and infinity in their values or scales."""
     stored = raw.reshape(-1).view(LAYOUTS[type_name].fields)
     names = stored.dtype.names
     floats = [stored[name] for name in ("d", "m", "dmin") if name in names] if names else [stored]
-    return all(bool(np.isfinite(part).all()) for part in floats)
+    return all(bool(np.isfinite(array).all()) for array in floats)
 
 
 def rounding_error(raw: np.ndarray, type_name: str) -> float:
-    """RMS of what float16 scales and biases change in rows as stored, relative to the RMS of the values."""
+    """RMS error of stored rows if their scales and biases are rounded to float16, relative to the RMS of the values."""
     groups = _UNPACK[type_name](raw.reshape(-1).view(LAYOUTS[type_name].fields))
-    scale, bias = (part - part.astype(np.float16).astype(np.float32) for part in (groups.scale, groups.bias))
+    scale, bias = (exact - exact.astype(np.float16).astype(np.float32) for exact in (groups.scale, groups.bias))
     error = groups.q * scale[..., None] + bias[..., None]
     values = dequantize(raw, type_name)
     return float(np.sqrt(np.sum(error**2) / max(np.sum(values**2), np.finfo(np.float32).tiny)))
 
 
 def _pack(q: np.ndarray, bits: int) -> np.ndarray:
-    """Pack uint8 values below 2**bits as one little-endian stream of bits; flat uint32."""
+    """Pack uint8 values below 2**bits into one little-endian bit stream; flat uint32."""
     x, used = np.ascontiguousarray(q).reshape(-1), bits
-    # Fold neighbours into fields of 16, 32, 64 bits until the bits in use are whole bytes; then drop the unused bytes.
+    # Merge neighbours into words of 16, 32, 64 bits until the used bits are whole bytes; then drop the unused bytes.
     while used % 8:
         half = 8 * x.itemsize
         x = x.view(f"<u{2 * x.itemsize}")
@@ -169,7 +172,7 @@ def _pack(q: np.ndarray, bits: int) -> np.ndarray:
 
 
 def _low_high(qs: np.ndarray, *shape: int) -> np.ndarray:
-    """Half bytes (blocks, ..., n) as (blocks, ..., 2, n): all low halves, then all high halves; then `shape`."""
+    """Unpack half bytes (blocks, ..., n) to (blocks, ..., 2, n), low halves first, then reshape to (blocks, *shape)."""
     out = np.empty((*qs.shape[:-1], 2, qs.shape[-1]), np.uint8)
     np.bitwise_and(qs, 15, out=out[..., 0, :])
     np.right_shift(qs, 4, out=out[..., 1, :])
@@ -177,7 +180,7 @@ def _low_high(qs: np.ndarray, *shape: int) -> np.ndarray:
 
 
 def _bit_planes(qh: np.ndarray, bits: int) -> np.ndarray:
-    """Bytes (blocks, ..., n) as (blocks, ..., 8 / bits, n): plane i holds bits i * bits of every byte."""
+    """Unpack bytes (blocks, ..., n) to (blocks, ..., 8 / bits, n): plane i holds bits from i * bits on of each byte."""
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
     return (qh[..., None, :] >> shifts) & np.uint8((1 << bits) - 1)
 
@@ -223,14 +226,14 @@ def _q3_k(blocks: np.ndarray) -> _Groups:
     packed = blocks["scales"]
     high = _bit_planes(packed[:, 8:], 2).reshape(-1, 16)
     scales = (_low_high(packed[:, :8], 16) | (high << np.uint8(4))).astype(np.float32) - 32
-    # 2 bits in `qs`, the third in `hmask`, whose planes run over the whole block.
+    # Two bits are in `qs`, the third in `hmask`, whose bit planes span the whole block.
     q = _bit_planes(blocks["qs"].reshape(-1, 2, 32), 2).reshape(-1, 256)
     q |= _bit_planes(blocks["hmask"], 1).reshape(-1, 256) << np.uint8(2)
     return _Groups(q.reshape(-1, 16, 16), 4, _f32(blocks["d"]) * scales, None)
 
 
 def _k_scales(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The 8 scales and 8 biases of Q4_K and Q5_K, (blocks, 8) each: 6-bit factors of `d` and of `dmin` in 12 bytes."""
+    """The 8 scales and 8 biases of Q4_K and Q5_K, (blocks, 8) each; 12 bytes hold their 6-bit factors of d and dmin."""
     first, second, rest = (blocks["scales"][:, start : start + 4] for start in (0, 4, 8))
     scale = np.concatenate([first & 63, (rest & 15) | ((first >> 2) & 48)], axis=1)
     minimum = np.concatenate([second & 63, (rest >> 4) | ((second >> 2) & 48)], axis=1)

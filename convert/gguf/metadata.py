@@ -1,4 +1,4 @@
-"""What a GGUF says about its model and tokenizer: the metadata that llama.cpp reads.
+"""Builds the metadata of a GGUF for llama.cpp: model and tokenizer.
 
 Keys: llama.cpp `gguf-py/gguf/constants.py`; values as `convert_hf_to_gguf.py` writes them for Llama models.
 """
@@ -21,8 +21,8 @@ _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
 def model_metadata(args: ModelArgs, name: str, type_name: str) -> dict[str, Any]:
     """The keys `general.*` and `llama.*`.
 
-    RoPE scaling is the tensor `rope_freqs.weight`; the one number that cannot be found from it is here, if it is not
-    Llama's.
+    RoPE scaling is in the tensor `rope_freqs.weight`. Only the original context length cannot be derived from it; that
+    is a key here if it is not Llama's.
     """
     scaling = args.rope_scaling
     unusual = scaling is not None and scaling.original_max_position != ORIGINAL_MAX_POSITION
@@ -52,7 +52,7 @@ def tokenizer_metadata(vocabulary: Vocabulary, vocab_size: int, chat_template: s
     """The keys `tokenizer.*`.
 
     Args:
-        vocab_size: rows of the embedding; ids beyond the vocabulary get a name and the type "unused".
+        vocab_size: rows of the embedding; ids beyond the vocabulary get a placeholder name and the type "unused".
 
     Raises:
         GGUFError: the vocabulary has more tokens than the embedding has rows.

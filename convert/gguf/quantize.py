@@ -1,4 +1,4 @@
-"""From float32 rows to GGUF's blocks: F16, Q8_0 and Q4_1, as ggml's reference rounds them.
+"""Quantizes float32 rows to GGUF's F16, Q8_0 and Q4_1, rounded like ggml's reference.
 
 llama.cpp `ggml/src/ggml-quants.c`, `quantize_row_q8_0_ref` and `quantize_row_q4_1_ref`.
 """
@@ -16,7 +16,7 @@ def quantize(values: np.ndarray, type_name: str) -> np.ndarray:
     """Pack float32 rows (rows, columns) as stored rows: uint8 (rows, row bytes).
 
     Columns must be a multiple of the type's block (32). Values that are not finite or beyond the range of float16
-    give such values or scales, which the caller must look for.
+    give values or scales that are not finite; the caller must check for them.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         if type_name == "F16":
@@ -30,25 +30,25 @@ def quantize(values: np.ndarray, type_name: str) -> np.ndarray:
 
 
 def repack_q4_1(weight: np.ndarray, scales: np.ndarray, biases: np.ndarray) -> np.ndarray | None:
-    """MLX's 4-bit affine packing as Q4_1, value for value the same.
+    """Repack MLX's 4-bit affine rows as Q4_1 without changing a value.
 
     Args:
         weight: uint32 (rows, columns / 8).
         scales, biases: float32 (rows, columns / group size); a group of 64 or 128 becomes blocks of 32 that share them.
 
     Returns:
-        Stored rows, uint8 (rows, row bytes); None if a scale or bias is no float16 number.
+        Stored rows, uint8 (rows, row bytes); None if float16 does not hold every scale and bias exactly.
     """
     rows, n_blocks = weight.shape[0], weight.size // 4
     repeats = weight.shape[1] // 4 // scales.shape[1]
     blocks = np.empty(n_blocks, LAYOUTS["Q4_1"].fields)
     with np.errstate(over="ignore"):
-        blocks["d"], blocks["m"] = (np.repeat(part, repeats, axis=1).reshape(-1) for part in (scales, biases))
+        blocks["d"], blocks["m"] = (np.repeat(array, repeats, axis=1).reshape(-1) for array in (scales, biases))
         exact = np.array_equal(blocks["d"].reshape(rows, -1)[:, ::repeats], scales)
         exact = exact and np.array_equal(blocks["m"].reshape(rows, -1)[:, ::repeats], biases)
     if not exact:
         return None
-    # MLX puts neighbours into a byte, Q4_1 values that are 16 apart.
+    # A byte of MLX holds two neighbours, a byte of Q4_1 two values that are 16 apart.
     pairs = weight.view(np.uint8).reshape(-1, 16)
     q = np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(-1, 2, 16)
     blocks["qs"] = q[:, 0] | (q[:, 1] << np.uint8(4))
@@ -63,7 +63,7 @@ def _fill_q8_0(blocks: np.ndarray, groups: np.ndarray) -> None:
     low, high = extremes(groups)
     scale = np.abs(np.maximum(-low, high)) / np.float32(127)
     scaled = groups * _inverse(scale)
-    # Halves are rounded away from zero, where np.rint would take the even neighbour.
+    # Halves round away from zero as in ggml; np.rint would round them to even.
     q = np.trunc(scaled)
     q += np.trunc(2 * (scaled - q))
     blocks["d"] = scale

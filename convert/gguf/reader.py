@@ -1,8 +1,8 @@
-"""Reads the header of a GGUF file, every step checked against the bytes that are there.
+"""Reads and checks the header of a GGUF file.
 
-Format: ggml `docs/gguf.md`, versions 2 and 3, little endian. Nothing in the file is trusted: a count or length is
-compared with the bytes left before anything is allocated for it, so a damaged file costs a one-line error and neither
-memory nor time. Tensor data is not touched here; `GGUFTensor.read_rows` reads the rows that are asked for.
+Format: ggml `docs/gguf.md`, versions 2 and 3, little endian. Every count and length is compared with the bytes left
+before anything is allocated for it, so a damaged file ends in a one-line error and costs neither memory nor time.
+Tensor data is read later, by `GGUFTensor.read_rows`.
 """
 
 import math
@@ -20,7 +20,7 @@ from mlx_llama3.errors import UserError
 
 MAGIC = b"GGUF"
 DEFAULT_ALIGNMENT = 32
-# The largest real headers (a big vocabulary and its tokenizer.json beside it) stay below 40 MiB. The limit keeps a
+# The largest real headers (a big vocabulary and the text of its tokenizer.json) are below 40 MiB. The limit keeps a
 # damaged length in a large file from claiming gigabytes.
 MAX_HEADER = 64 << 20
 MAX_NAME = 1024
@@ -31,18 +31,19 @@ SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "
 BOOL, STRING, ARRAY = 7, 8, 9
 
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
-# The least that one entry can take: a name's length, then type and value; then dimensions, type and offset.
+# Fewest bytes of an entry. Metadata: name length, type, value. Tensor: name length, number of dimensions, one
+# dimension, type, offset.
 _MIN_METADATA_BYTES = 8 + 4 + 1
 _MIN_TENSOR_BYTES = 8 + 4 + 8 + 4 + 8
 
 
 class GGUFError(UserError):
-    """A GGUF file that cannot be read: names the file and the key or tensor."""
+    """A GGUF file that cannot be read. The message names the file and the key or tensor."""
 
 
 @dataclass(frozen=True)
 class GGUFTensor:
-    """Where one tensor lies. `shape` has the rows first (GGUF reverses it); `offset` counts from the file's start."""
+    """A tensor in a GGUF file: `shape` with rows first (GGUF has them last), `offset` in bytes from its start."""
 
     name: str
     shape: tuple[int, ...]
@@ -72,8 +73,8 @@ class GGUFTensor:
         Raises:
             GGUFError: the file has become shorter since its header was read.
         """
-        # Not through a memory map: mapped pages would count as this process's memory, and a file that shrinks under a
-        # map kills the process.
+        # Read without a memory map: mapped pages would count as this process's memory, and a mapped file that shrinks
+        # kills the process.
         count = (stop - start) * self.row_bytes
         raw = np.fromfile(self.path, np.uint8, count, offset=self.offset + start * self.row_bytes)
         if raw.size != count:
@@ -93,11 +94,11 @@ class GGUFHeader:
 def read_header(path: Path) -> GGUFHeader:
     """Read and check the header of one GGUF file.
 
-    Metadata values are int, float, bool, str and (nested) lists of them. Tensors of a type that is not in `LAYOUTS` are
-    refused here, and so are tensors that overlap or reach beyond the file.
+    Metadata values are int, float, bool, str and (nested) lists of them.
 
     Raises:
-        GGUFError: missing, truncated or damaged file, foreign byte order, version, metadata type or tensor type.
+        GGUFError: the file is missing, truncated, damaged or big endian; its version, a metadata type or a tensor type
+            (not in `LAYOUTS`) is not supported; tensors overlap or reach beyond the file.
     """
     try:
         with open(path, "rb") as file:
@@ -116,13 +117,13 @@ def _parse(path: Path, data: mmap.mmap) -> GGUFHeader:
     tensors = {tensor.name: tensor for tensor in _tensors(cursor, n_tensors)}
     alignment = _alignment(cursor, metadata)
     data_start = -(-cursor.position // alignment) * alignment
-    placed = {name: _placed(cursor, tensor, data_start, alignment) for name, tensor in tensors.items()}
-    _refuse_overlaps(cursor, placed)
-    return GGUFHeader(path, metadata, placed)
+    located = {name: _locate(cursor, tensor, data_start, alignment) for name, tensor in tensors.items()}
+    _refuse_overlaps(cursor, located)
+    return GGUFHeader(path, metadata, located)
 
 
 class _Cursor:
-    """A place in the header, and the item that is being read there (for the message when it cannot be)."""
+    """A read position in the header. `item` names what is being read there, for error messages."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self.path = path
@@ -153,7 +154,7 @@ class _Cursor:
         return list(values)
 
     def strings(self, count: int) -> list[str]:
-        # Hundreds of thousands of tokens and merges pass here: local names, one check a string.
+        # Called for hundreds of thousands of tokens and merges, hence local variables and one check per string.
         self.need(count * _U64.size)
         data, position, end, unpack = self.data, self.position, self.end, _U64.unpack_from
         values = []
@@ -200,14 +201,14 @@ def _preamble(cursor: _Cursor) -> tuple[int, int]:
 
 
 def _names(cursor: _Cursor, what: str, count: int) -> Iterator[str]:
-    """The names that begin `count` entries, each a new one; the caller reads the rest of an entry before the next."""
+    """Yield the names of `count` entries and refuse duplicates; the caller reads the rest of each entry."""
     seen = set()
     for index in range(count):
         cursor.item = f"{what} number {index}"
         name = cursor.name()
         cursor.item = f"{what} {name!r}"
         if name in seen:
-            cursor.fail("stands twice; the file is damaged, download it again")
+            cursor.fail("appears twice; the file is damaged, download it again")
         seen.add(name)
         yield name
 
@@ -242,7 +243,7 @@ def _array_of(cursor: _Cursor, type_number: int, count: int, nesting: int) -> li
 
 
 def _tensors(cursor: _Cursor, count: int) -> Iterator[GGUFTensor]:
-    """Directory entries in the file's order; `offset` still counts from the start of the data section."""
+    """Yield the tensor directory in the file's order; `offset` still counts from the start of the data section."""
     for name in _names(cursor, "tensor", count):
         n_dimensions = cursor.scalar(_U32)
         if not 1 <= n_dimensions <= MAX_DIMENSIONS:
@@ -274,7 +275,7 @@ def _alignment(cursor: _Cursor, metadata: dict[str, Any]) -> int:
     return alignment
 
 
-def _placed(cursor: _Cursor, tensor: GGUFTensor, data_start: int, alignment: int) -> GGUFTensor:
+def _locate(cursor: _Cursor, tensor: GGUFTensor, data_start: int, alignment: int) -> GGUFTensor:
     cursor.item = f"tensor {tensor.name!r}"
     if tensor.offset % alignment:
         cursor.fail(f"offset {tensor.offset} is not a multiple of the alignment {alignment}; the file is damaged")

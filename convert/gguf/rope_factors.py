@@ -1,6 +1,6 @@
-"""RoPE scaling in GGUF: a tensor of one divisor a frequency instead of the formula's four numbers.
+"""RoPE scaling in GGUF: one divisor per frequency, instead of the four parameters of Llama 3.1's formula.
 
-llama.cpp writes `rope_freqs.weight`, (head_dim / 2,) float32: the unscaled inverse frequencies are divided by it
+llama.cpp writes `rope_freqs.weight`, (head_dim / 2,) float32, by which the unscaled inverse frequencies are divided
 (`convert_hf_to_gguf.py`, `LlamaModel.generate_extra_tensors`).
 """
 
@@ -24,26 +24,26 @@ def rope_factors(args: ModelArgs) -> np.ndarray:
 
 
 def scaling_from_factors(factors: np.ndarray, args: ModelArgs, original: int, source: str) -> RopeScaling | None:
-    """Find the numbers of Llama 3.1's formula that give `factors`; None if they are all 1.
+    """The parameters of Llama 3.1's formula that give `factors`; None if these are all 1.
 
     Args:
         factors: `rope_freqs.weight`, float32 (head_dim / 2,).
-        args: the model; its `rope_scaling` is not looked at.
-        original: the context length before stretching. It cannot be found from the tensor alone.
-        source: the file, for the message.
+        args: the model; its `rope_scaling` is ignored.
+        original: the context length before scaling. It cannot be derived from the tensor alone.
+        source: the file, for messages.
 
     Raises:
-        GGUFError: the shape is wrong or no choice of numbers gives this tensor.
+        GGUFError: the shape is wrong, a factor is not positive and finite, or no parameters give this tensor.
     """
     if factors.shape != (args.head_dim // 2,) or not np.all(np.isfinite(factors)) or np.any(factors <= 0):
         raise GGUFError(f"{source}: rope_freqs.weight must hold {args.head_dim // 2} positive numbers")
     if np.allclose(factors, 1, rtol=TOLERANCE, atol=0):
         return None
-    # The longest wavelengths are stretched wholly.
+    # The longest wavelength has the full factor.
     scaling = RopeScaling(float(factors[-1]), original_max_position=original)
     for candidate in (scaling, _fit(factors, args, scaling)):
-        found = replace(args, rope_scaling=candidate)
-        if candidate is not None and np.allclose(rope_factors(found), factors, rtol=TOLERANCE, atol=0):
+        candidate_args = replace(args, rope_scaling=candidate)
+        if candidate is not None and np.allclose(rope_factors(candidate_args), factors, rtol=TOLERANCE, atol=0):
             return candidate
     raise GGUFError(
         f"{source}: rope_freqs.weight does not follow Llama 3.1's formula; this RoPE scaling is not supported"
@@ -51,9 +51,9 @@ def scaling_from_factors(factors: np.ndarray, args: ModelArgs, original: int, so
 
 
 def _fit(factors: np.ndarray, args: ModelArgs, scaling: RopeScaling) -> RopeScaling | None:
-    """Low and high frequency factor from the blended divisors, None if fewer than two are blended.
+    """Fit the low and high frequency factors to the interpolated divisors; None if there are fewer than two.
 
-    There 1 / divisor = (1 - s) / factor + s, and s = (original / wavelength - low) / (high - low) is a straight line in
+    For these, 1 / divisor = (1 - s) / factor + s, and s = (original / wavelength - low) / (high - low) is linear in
     1 / wavelength.
     """
     between = (factors > 1 + TOLERANCE) & (factors < scaling.factor * (1 - TOLERANCE))

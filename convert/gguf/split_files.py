@@ -1,4 +1,4 @@
-"""Which GGUF files make up one model: a single file, or the parts `NAME-00001-of-00003.gguf` of a split one."""
+"""GGUF models in one file, or split into parts `NAME-00001-of-00003.gguf`."""
 
 import re
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
 @dataclass(frozen=True)
 class GGUFModel:
-    """All parts of one model as if they were one file. The metadata is the first part's."""
+    """All parts of one model as if they were one file, with the metadata of the first part."""
 
     files: tuple[Path, ...]
     metadata: dict[str, Any]
@@ -20,10 +20,10 @@ class GGUFModel:
 
 
 def read_gguf(path: Path) -> GGUFModel:
-    """Read the headers of a GGUF file, of all parts of a split one (any part will do), or of the one model in a folder.
+    """Read the headers of a model: `path` is a GGUF file, any part of a split one, or a folder that holds one model.
 
     Raises:
-        GGUFError: no model or several in a folder, parts missing or of different models, or a damaged file.
+        GGUFError: the folder holds no model or several; parts are missing or of different models; a file is damaged.
     """
     files = _parts(_choose(path))
     headers = [read_header(file) for file in files]
@@ -43,13 +43,13 @@ def read_gguf(path: Path) -> GGUFModel:
 def _choose(path: Path) -> Path:
     if not path.is_dir():
         return path
-    found = sorted(path.glob("*.gguf"))
-    models = {match["stem"] if (match := PART.fullmatch(file.name)) else file.name: file for file in found}
+    files = sorted(path.glob("*.gguf"))
+    models = {match["stem"] if (match := PART.fullmatch(file.name)) else file.name: file for file in files}
     if not models:
         raise GGUFError(f"{path}: no .gguf file in this folder")
     if len(models) > 1:
         raise GGUFError(f"{path}: several models ({', '.join(models)}); name one of the files")
-    return found[0]
+    return files[0]
 
 
 def _parts(path: Path) -> tuple[Path, ...]:

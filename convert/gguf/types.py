@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# Types that are known by number but not read are here too, so that a refusal can call them by name.
+# All types, also those that are not read, so that error messages can name them.
 TYPE_NAMES = {
     0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K",
     12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",

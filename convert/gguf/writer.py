@@ -1,4 +1,4 @@
-"""Writes a GGUF file (version 3) as a stream: the header first, then one tensor after the other in blocks of rows."""
+"""Writes a GGUF file (version 3) as a stream: the header, then each tensor in blocks of rows."""
 
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +16,7 @@ _U32, _I32, _F32 = 4, 5, 6
 
 @dataclass(frozen=True)
 class TensorOutput:
-    """A tensor to be written: rows-first shape, GGUF type, and stored rows, block by block, uint8 (rows, row bytes)."""
+    """A tensor to write: shape with rows first, GGUF type, and its stored rows in blocks, uint8 (rows, row bytes)."""
 
     name: str
     shape: tuple[int, ...]
@@ -31,11 +31,14 @@ class TensorOutput:
 
 
 def write_gguf(file: BinaryIO, metadata: Mapping[str, Any], tensors: Sequence[TensorOutput]) -> None:
-    """Write a whole file.
+    """Write a complete GGUF file.
 
     Args:
         metadata: bool, int (as uint32), float (as float32), str, and lists of str, of int (as int32) or of float.
-        tensors: in the order in which they shall lie in the file.
+        tensors: the tensors, in their order in the file.
+
+    Raises:
+        ValueError: the blocks of a tensor are not as many bytes as its shape and type need.
     """
     file.write(_padded(_header(metadata, tensors)))
     for tensor in tensors:

@@ -1,8 +1,8 @@
-"""GGUF as a `Source`: Hugging Face names and row order, tensors kept in MLX's own packing where it holds them.
+"""GGUF as a `Source`: Hugging Face names and row order; quantized tensors are repacked in MLX's affine format.
 
-A tensor of a type in `AFFINE_BITS` is offered packed, value for value the same (Q4_K and Q5_K up to the rounding of
-their scales to float16, unless `exact_scales` is asked). Q2_K, Q3_K and Q6_K are offered packed anew at 8 bits, since
-MLX has no groups of 16. All others are dense.
+Types in `AFFINE_BITS` are repacked without a change of value; only the scales of Q4_K and Q5_K are rounded to float16,
+unless `exact_scales` is set. Q2_K, Q3_K and Q6_K are quantized again to 8 bits, since MLX has no groups of 16. All
+others are dense.
 """
 
 from collections import Counter
@@ -19,9 +19,9 @@ from convert.gguf.dequantize import (
     WIDE_SCALES,
     Affine,
     dequantize,
+    requantize_8_bit,
     rounding_error,
     to_affine,
-    to_affine_anew,
 )
 from convert.gguf.reader import GGUFError, GGUFTensor
 from convert.gguf.split_files import GGUFModel, read_gguf
@@ -30,7 +30,7 @@ from convert.sources.gguf_tokenizer import read_tokenizer
 from convert.sources.source import QuantizedRows, Source, SourceTensor
 from convert.sources.unshard import ReadRows, half_split
 from convert.storage.stored_tensor import to_mlx
-from mlx_llama3.checkpoint.folder import Quantization
+from mlx_llama3.checkpoint.quantization import Quantization
 from mlx_llama3.checkpoint.tensor_names import hf_to_gguf
 from mlx_llama3.checkpoint.tensor_shapes import expected_shapes
 from mlx_llama3.model.config import ModelArgs
@@ -38,9 +38,9 @@ from mlx_llama3.model.config import ModelArgs
 import mlx.core as mx
 
 DENSE = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
-REPACKED = Quantization(bits=8, group_size=AFFINE_GROUP)
+REQUANTIZED = Quantization(bits=8, group_size=AFFINE_GROUP)
 SAMPLE_ROWS = 16
-# Rows compared at a time when looking whether the head is a copy of the embedding.
+# Rows per comparison of the head with the embedding.
 COMPARED_ROWS = 4096
 
 
@@ -49,7 +49,7 @@ def open_gguf(path: Path, *, exact_scales: bool = False) -> Source:
 
     Args:
         path: the file or folder.
-        exact_scales: offer Q4_K and Q5_K with float32 scales, so that no value changes. Products with such a matrix
+        exact_scales: repack Q4_K and Q5_K with float32 scales, so that no value changes. Products with such a matrix
             are computed in float32.
 
     Raises:
@@ -76,7 +76,7 @@ def open_gguf(path: Path, *, exact_scales: bool = False) -> Source:
 
 
 def _without_copied_head(model: GGUFModel) -> GGUFModel:
-    """Drop an `output.weight` that repeats the embedding byte for byte: then the two are tied."""
+    """Drop an `output.weight` that is a byte for byte copy of the embedding; the two are then tied."""
     embedding, head = (model.tensors.get(name) for name in ("token_embd.weight", "output.weight"))
     if embedding is None or head is None or (embedding.shape, embedding.type) != (head.shape, head.type):
         return model
@@ -92,11 +92,11 @@ def _check_tensors(model: GGUFModel, args: ModelArgs, source: str) -> None:
     for name, shape in expected.items():
         if name not in model.tensors:
             raise GGUFError(f"{source}: tensor {name!r} is missing; the file is no complete Llama model")
-        found = model.tensors[name].shape
-        if found != shape:
-            raise GGUFError(f"{model.tensors[name].path}: tensor {name!r} has shape {found}, the metadata mean {shape}")
-        if len(shape) == 1 and model.tensors[name].type not in DENSE:
-            raise GGUFError(f"{model.tensors[name].path}: tensor {name!r} is {model.tensors[name].type}, expected F32")
+        tensor = model.tensors[name]
+        if tensor.shape != shape:
+            raise GGUFError(f"{tensor.path}: tensor {name!r} has shape {tensor.shape}, the metadata mean {shape}")
+        if len(shape) == 1 and tensor.type not in DENSE:
+            raise GGUFError(f"{tensor.path}: tensor {name!r} is {tensor.type}, expected F32")
     for name in model.tensors.keys() - expected.keys() - {ROPE_FACTORS}:
         raise GGUFError(f"{model.tensors[name].path}: tensor {name!r} is not part of a Llama 3 model")
 
@@ -113,7 +113,7 @@ def _source_tensor(name: str, model: GGUFModel, args: ModelArgs, exact_scales: b
         wide = exact_scales and tensor.type in WIDE_SCALES
         quantized_rows = partial(_packed, read, tensor, np.float32 if wide else np.float16)
     elif tensor.type not in DENSE:
-        quantization, quantized_rows = REPACKED, partial(_repacked, read, tensor)
+        quantization, quantized_rows = REQUANTIZED, partial(_requantized, read, tensor)
     return SourceTensor(
         name=name,
         shape=tensor.shape,
@@ -126,7 +126,7 @@ def _source_tensor(name: str, model: GGUFModel, args: ModelArgs, exact_scales: b
 
 
 def _rows(tensor: GGUFTensor, start: int, stop: int) -> np.ndarray:
-    """Rows as stored, uint8 (rows, row bytes); the elements of a vector are its rows."""
+    """Rows as stored: uint8 (rows, row bytes). Each element of a vector is a row."""
     if len(tensor.shape) > 1:
         return tensor.read_rows(start, stop)
     return tensor.read_rows(0, 1).view(LAYOUTS[tensor.type].fields)[0, start:stop].view(np.uint8)
@@ -143,8 +143,8 @@ def _packed(read: ReadRows, tensor: GGUFTensor, scale_dtype: type, start: int, s
     return _to_mlx_rows(to_affine(read(start, stop), tensor.type, scale_dtype), tensor, start)
 
 
-def _repacked(read: ReadRows, tensor: GGUFTensor, start: int, stop: int) -> QuantizedRows:
-    return _to_mlx_rows(to_affine_anew(dequantize(read(start, stop), tensor.type)), tensor, start)
+def _requantized(read: ReadRows, tensor: GGUFTensor, start: int, stop: int) -> QuantizedRows:
+    return _to_mlx_rows(requantize_8_bit(dequantize(read(start, stop), tensor.type)), tensor, start)
 
 
 def _to_mlx_rows(affine: Affine, tensor: GGUFTensor, start: int) -> QuantizedRows:
@@ -166,7 +166,7 @@ def _packing_notes(model: GGUFModel, exact_scales: bool) -> list[str]:
         if name in WIDE_SCALES and not exact_scales:
             samples = [rounding_error(tensor.read_rows(0, min(SAMPLE_ROWS, tensor.n_rows)), name) for tensor in tensors]
             worst = f"relative RMS error at most {max(samples):.1e} in the first {SAMPLE_ROWS} rows of each"
-            notes.append(f"{count}: kept packed, their scales are rounded to float16 ({worst}); see --exact-scales")
+            notes.append(f"{count}: repacked with scales rounded to float16 ({worst}); see --exact-scales")
         elif name not in AFFINE_BITS and name not in DENSE:
-            notes.append(f"{count}: kept packed, they have {REPACKED.bits} bits, as MLX has no groups of 16 weights")
+            notes.append(f"{count}: quantized again to {REQUANTIZED.bits} bits, as MLX has no groups of 16 weights")
     return notes

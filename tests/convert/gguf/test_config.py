@@ -1,4 +1,4 @@
-"""The shape of a model from GGUF metadata: every key read, every strange one named."""
+"""`ModelArgs` from GGUF metadata: every key is read, every unsupported value is named in the error."""
 
 import numpy as np
 import pytest
@@ -120,7 +120,7 @@ def test_no_embedding(read):
 
 
 def test_rope_factors_give_the_scaling(read):
-    # Wavelengths of a head of 16 at base 500000; 4,450 positions lies between 2048 and 8192.
+    # The wavelengths of a head of 16 at base 500000; one of them, 4,450 positions, is between 2048 and 8192.
     wavelengths = 2 * np.pi * 500000.0 ** (np.arange(8) / 8)
     smooth = np.clip((8192 / wavelengths - 1) / 3, 0, 1)
     factors = encoded("rope_freqs.weight", 1 / ((1 - smooth) / 8 + smooth))

@@ -10,9 +10,9 @@ from convert.gguf.dequantize import (
     CHUNK_VALUES,
     WIDE_SCALES,
     dequantize,
+    requantize_8_bit,
     rounding_error,
     to_affine,
-    to_affine_anew,
 )
 from convert.gguf.types import LAYOUTS, TYPE_NUMBERS
 
@@ -22,7 +22,7 @@ FLOAT16_SCALES = ("d", "m", "dmin")
 
 
 def random_rows(type_name: str, rows: int, blocks: int, seed: int, scales: str = "weights") -> np.ndarray:
-    """Random stored rows: uint8 (rows, row bytes), with `scales` of the size of real "weights" or of "any" bits."""
+    """Random stored rows: uint8 (rows, row bytes), with `scales` like those of real "weights", or of "any" bits."""
     layout, rng = LAYOUTS[type_name], np.random.default_rng(seed)
     raw = rng.integers(0, 256, (rows, blocks * layout.n_bytes), dtype=np.uint8)
     if scales == "weights" and layout.fields.names:
@@ -38,13 +38,13 @@ def reference(raw: np.ndarray, type_name: str) -> np.ndarray:
         return gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[type_name])
 
 
-def assert_same_bits(found: np.ndarray, expected: np.ndarray) -> None:
-    assert found.dtype == expected.dtype == np.float32
-    assert found.shape == expected.shape
+def assert_same_bits(actual: np.ndarray, expected: np.ndarray) -> None:
+    assert actual.dtype == expected.dtype == np.float32
+    assert actual.shape == expected.shape
     nan = np.isnan(expected)
-    np.testing.assert_array_equal(np.isnan(found), nan)
-    # Which of the many NaNs it is does not matter.
-    np.testing.assert_array_equal(found.view(np.uint32)[~nan], expected.view(np.uint32)[~nan])
+    np.testing.assert_array_equal(np.isnan(actual), nan)
+    # All NaNs count as equal.
+    np.testing.assert_array_equal(actual.view(np.uint32)[~nan], expected.view(np.uint32)[~nan])
 
 
 def mlx_values(affine, bits: int) -> np.ndarray:
@@ -150,7 +150,7 @@ def test_quantized_anew_within_half_a_scale(seed, exponent, constant):
     values = np.ldexp(np.random.default_rng(seed).standard_normal((4, 128), np.float32), exponent)
     if constant:
         values[:, 32:] = values[0, 0]
-    affine = to_affine_anew(values)
+    affine = requantize_8_bit(values)
     half_scales = np.repeat(affine.scales.astype(np.float32), 32, axis=1) / 2
     rounding = np.abs(values) * 2**-23  # of the sum of a small scale's product and a large bias, in float32
     assert np.all(np.abs(mlx_values(affine, 8) - values) <= half_scales * 1.001 + rounding)
@@ -160,5 +160,5 @@ def test_quantized_anew_within_half_a_scale(seed, exponent, constant):
 
 
 def test_quantizing_anew_what_float16_cannot_hold():
-    affine = to_affine_anew(np.array([[-1e6] * 32, [np.nan] * 32, [0] * 32], np.float32))
+    affine = requantize_8_bit(np.array([[-1e6] * 32, [np.nan] * 32, [0] * 32], np.float32))
     assert (np.isfinite(affine.scales) & np.isfinite(affine.biases)).tolist() == [[False], [False], [True]]

@@ -1,4 +1,4 @@
-"""Damaged GGUF models through the whole source: whatever the damage, the outcome is a model or one line of error."""
+"""Damaged GGUF models opened as a source: whatever the damage, the result is a model or a one-line error."""
 
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ from mlx_llama3.errors import UserError
 
 SMALL = replace(ARGS, dim=32, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=16, hidden_dim=32)
 SEED = gguf_bytes(metadata(SMALL), entries(random_weights(SMALL), SMALL, "Q8_0"))
-# The directory and what lies around the keys; the data behind it is all the same to the reader.
+# End of the bytes to damage: metadata and tensor directory. The reader accepts any bytes as tensor data.
 HEADER = SEED.index(b"output_norm.weight") + 60
 INTERESTING = (0, 1, 2, 31, 32, 2**31 - 1, 2**31, 2**32 - 1)
 MUTATION = st.tuples(

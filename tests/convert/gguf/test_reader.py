@@ -1,4 +1,4 @@
-"""The GGUF header reader: what it reads, and that no damaged file does worse than a one-line error."""
+"""The GGUF header reader: what it reads, and that every damaged file ends in a one-line error."""
 
 import re
 import struct
@@ -141,7 +141,7 @@ DAMAGED = {
     ),
     "empty key": (gguf_bytes({"": 1}), "name has 0 bytes"),
     "endless key": (gguf_bytes({"k" * (MAX_NAME + 1): 1}), "name has 1025 bytes"),
-    "duplicate key": (gguf_bytes({"kay": 1, "key": 2}).replace(b"kay", b"key"), "'key': stands twice"),
+    "duplicate key": (gguf_bytes({"kay": 1, "key": 2}).replace(b"kay", b"key"), "'key': appears twice"),
     "alignment 0": (gguf_bytes({"general.alignment": 0}), "general.alignment.*power of two"),
     "alignment 33": (gguf_bytes({"general.alignment": 33}), "general.alignment.*power of two"),
     "alignment of words": (gguf_bytes({"general.alignment": "wide"}), "general.alignment.*power of two"),
@@ -151,7 +151,7 @@ DAMAGED = {
     "crooked offset": (gguf_bytes({}, [entry(offset=4)]), "'a': offset 4"),
     "overlap": (gguf_bytes({}, [TENSOR, entry(name="b", offset=128)]), "'b': overlaps tensor 'a'"),
     "same place": (gguf_bytes({}, [TENSOR, entry(name="b", offset=0)]), "overlaps"),
-    "duplicate tensor": (gguf_bytes({}, [TENSOR, entry()]), "'a': stands twice"),
+    "duplicate tensor": (gguf_bytes({}, [TENSOR, entry()]), "'a': appears twice"),
     "no dimensions": (gguf_bytes({}, [entry(shape=())]), "'a': 0 dimensions|needs"),
     "many dimensions": (gguf_bytes({}, [entry(shape=(1, 1, 1, 2, 32))]), "'a': 5 dimensions"),
     "absurd shape": (gguf_bytes({}, [entry(shape=(2**63, 2**63))]), "'a': lies at"),

@@ -44,11 +44,11 @@ SCALINGS = [
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_numbers_are_found_from_the_tensor(scaling, head_dim):
     args = replace(ARGS, head_dim=head_dim)
-    found = scaling_from_factors(expected_factors(head_dim, scaling), args, 8192, "file")
-    assert found.factor == scaling.factor
-    assert found.low_freq_factor == pytest.approx(scaling.low_freq_factor, abs=2e-3)
-    assert found.high_freq_factor == pytest.approx(scaling.high_freq_factor, abs=2e-3)
-    assert found.original_max_position == 8192
+    scaling_back = scaling_from_factors(expected_factors(head_dim, scaling), args, 8192, "file")
+    assert scaling_back.factor == scaling.factor
+    assert scaling_back.low_freq_factor == pytest.approx(scaling.low_freq_factor, abs=2e-3)
+    assert scaling_back.high_freq_factor == pytest.approx(scaling.high_freq_factor, abs=2e-3)
+    assert scaling_back.original_max_position == 8192
 
 
 @pytest.mark.parametrize("head_dim", [16, 64, 128])

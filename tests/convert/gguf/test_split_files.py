@@ -1,4 +1,4 @@
-"""Split GGUF files: any part leads to all, and parts that do not belong together are refused."""
+"""Split GGUF files: any part opens the whole model, and parts that do not belong together are refused."""
 
 import numpy as np
 import pytest

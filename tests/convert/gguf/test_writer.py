@@ -1,4 +1,4 @@
-"""The GGUF writer, read back by our reader and by the gguf package's."""
+"""Files of the GGUF writer, read by our reader and by the gguf package."""
 
 import io
 

@@ -1,4 +1,4 @@
-"""GGUF as a source: names, row order and values against weights in Hugging Face's layout; what is kept packed."""
+"""GGUF as a source: names, row order and values compared with weights in Hugging Face's layout; repacking."""
 
 from dataclasses import replace
 
@@ -9,7 +9,7 @@ from gguf_builder import Entry, encoded, gguf_bytes
 from tiny_gguf import ARGS, LAST_Q, entries, metadata, random_weights, write_k_quants, write_tiny
 
 from convert.sources.gguf import open_gguf
-from mlx_llama3.checkpoint.folder import Quantization
+from mlx_llama3.checkpoint.quantization import Quantization
 from mlx_llama3.errors import UserError
 
 import mlx.core as mx
@@ -28,9 +28,11 @@ def whole(tensor) -> np.ndarray:
 
 def unpacked(tensor, start: int, stop: int) -> np.ndarray:
     packed = tensor.quantized_rows(start, stop)
-    how = tensor.quantization
+    quantization = tensor.quantization
     scales, biases = packed.scales.astype(mx.float32), packed.biases.astype(mx.float32)
-    return np.array(mx.dequantize(packed.weight, scales, biases, group_size=how.group_size, bits=how.bits))
+    return np.array(
+        mx.dequantize(packed.weight, scales, biases, group_size=quantization.group_size, bits=quantization.bits)
+    )
 
 
 def test_names_order_and_values(path):
@@ -73,7 +75,7 @@ def test_packed_types_are_kept_exactly(path, type_name, bits):
         if values.ndim == 1:
             assert tensor.quantization is None
             continue
-        # Rows are packed one by one, so their order does not change them.
+        # Each row is packed on its own, so reordering rows does not change them.
         expected = gguf.quants.dequantize(gguf.quants.quantize(values, kind), kind)
         assert tensor.quantization == Quantization(bits=bits, group_size=32)
         np.testing.assert_array_equal(whole(tensor), expected)
@@ -101,9 +103,7 @@ def test_k_quants_with_groups_of_32(path, type_name, bits):
     assert 0 < error < 2**-11
     np.testing.assert_array_equal(whole(tensor), expected)
     (note,) = source.notes
-    assert note.startswith(
-        f"1 tensors of type {type_name}: kept packed, their scales are rounded to float16 (relative RMS"
-    )
+    assert note.startswith(f"1 tensors of type {type_name}: repacked with scales rounded to float16 (relative RMS")
     assert float(note.split("at most ")[1].split(" ")[0]) == pytest.approx(error, rel=0.2)
 
 
@@ -121,7 +121,7 @@ def test_k_quants_with_groups_of_16_are_packed_anew(path, type_name):
     assert np.all(half_scales <= spans / 509 + 2**-25)
     assert tensor.quantized_rows(0, 1).scales.dtype == mx.float16
     (note,) = source.notes
-    assert note == f"1 tensors of type {type_name}: kept packed, they have 8 bits, as MLX has no groups of 16 weights"
+    assert note == f"1 tensors of type {type_name}: quantized again to 8 bits, as MLX has no groups of 16 weights"
 
 
 def test_own_head_and_copied_head(path):
