@@ -1,6 +1,6 @@
-"""Tensors in files, without a framework: safetensors, and torch's zip files, whose pickle is never executed.
+"""Reads and writes files of tensors without torch: safetensors, and torch's zip files, whose pickle is never executed.
 
-What is written appears whole or not at all.
+A file or folder that is written appears complete or not at all.
 """
 
 from convert.storage.safetensors_reader import read_safetensors

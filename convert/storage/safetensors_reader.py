@@ -1,7 +1,7 @@
-"""Reader of safetensors files: the header, checked against the file, and tensors that are read where they lie.
+"""Reads the header of safetensors files and checks it against the file; tensors are read later, in place.
 
 The format (safetensors README, "Format"): 8 bytes of header length, little-endian; the header, a JSON object from name
-to dtype, shape and [begin, end) offsets in the data that follows; the data, without gaps.
+to dtype, shape and [begin, end) offsets in the data section; the data section, without gaps.
 """
 
 import math
@@ -17,10 +17,11 @@ _MAX_TENSORS = 100_000
 
 
 def read_safetensors(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    """Tensors by name, and the header's `__metadata__`; nothing but the header is read.
+    """Read the tensors by name, and the header's `__metadata__`; only the header is read.
 
-    UserError, naming file and tensor, if the header is truncated, is not such JSON, names a tensor twice, or describes
-    tensors that overlap, leave gaps, lie outside of the file, or do not have the length of their dtype and shape.
+    Raises `UserError`, with file and tensor, if the header is truncated, is not such JSON, names a tensor twice, or
+    describes tensors that overlap, leave gaps, lie outside of the file, or do not have the length of their dtype and
+    shape.
     """
     entries, metadata, data_start, size = read_header(path)
     if len(entries) > _MAX_TENSORS:
@@ -58,7 +59,7 @@ def _locate(path: Path, name: str, entry: Any, data_start: int, size: int) -> St
 
 
 def _check_layout(path: Path, tensors: dict[str, StoredTensor], data_start: int, size: int) -> None:
-    """Every byte of the data belongs to one tensor."""
+    """Raise `UserError` unless every byte of the data section belongs to exactly one tensor."""
     at = data_start
     for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.offset, math.prod(tensor.shape))):
         if tensor.offset != at:

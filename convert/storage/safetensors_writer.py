@@ -1,7 +1,7 @@
-"""Writer of sharded safetensors whose tensors arrive in blocks of rows, in any order.
+"""Writes sharded safetensors from blocks of rows that arrive in any order.
 
-All names, dtypes and shapes are known before the first byte is written, so each file begins with its final header, and
-a block goes to its place at once. Nothing is kept in memory.
+All names, dtypes and shapes are known before the first byte is written. So each file begins with its final header, each
+block is written to its final offset at once, and nothing is buffered in memory.
 """
 
 import json
@@ -23,7 +23,7 @@ _NAMES = {dtype: name for name, (_, dtype) in DTYPES.items() if dtype is not Non
 
 
 class Entry(NamedTuple):
-    """A tensor to be written."""
+    """A tensor to write."""
 
     name: str
     dtype: mx.Dtype
@@ -41,9 +41,10 @@ class _Place(NamedTuple):
 
 
 class SafetensorsWriter:
-    """Writes `model.safetensors`, or `model-00001-of-0000N.safetensors` of about `shard_bytes` and their index.
+    """Writes `model.safetensors`, or `model-00001-of-0000N.safetensors` of up to `shard_bytes` each and an index.
 
-    Tensors fill the files in the order of `entries`. After the last `write`, `finish` flushes everything to the disk.
+    Tensors fill the shards in the order of `entries`; one larger than `shard_bytes` has a shard of its own. A shard is
+    flushed to the disk when its last tensor is complete. Call `finish` after the last `write`, and `close` in any case.
     """
 
     def __init__(self, folder: Path, entries: Sequence[Entry], shard_bytes: int = SHARD_BYTES) -> None:
@@ -72,7 +73,7 @@ class SafetensorsWriter:
             self._places[entry.name] = _Place(number, begin)
             begin = end
         text = json.dumps(table, separators=(",", ":")).encode()
-        # Spaces at the end align the data, as the format allows.
+        # The format allows spaces at the end of the header; they align the data.
         text += b" " * (-(8 + len(text)) % _ALIGNMENT)
         for entry in shard:
             place = self._places[entry.name]
@@ -92,7 +93,7 @@ class SafetensorsWriter:
             self._tensor_done(place.shard)
 
     def finish(self) -> None:
-        """Write the index; ValueError if a tensor is not complete."""
+        """Write the index, if there are several shards. Raises `ValueError` if a tensor is incomplete."""
         incomplete = [name for name, missing in self._missing.items() if missing]
         if incomplete:
             raise ValueError(f"{incomplete[0]} was not written in full")
@@ -103,7 +104,7 @@ class SafetensorsWriter:
             path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
     def close(self) -> None:
-        """Close whatever is still open, after an error."""
+        """Close the files that an error has left open."""
         for file in self._files.values():
             os.close(file)
         self._files.clear()

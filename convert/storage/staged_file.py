@@ -1,4 +1,4 @@
-"""A file that appears whole or not at all: written into a hidden sibling, flushed, renamed at the end."""
+"""A file that appears complete or not at all: it is written under a hidden name, flushed, then renamed."""
 
 import glob
 import os
@@ -14,13 +14,14 @@ from mlx_llama3.system.locks import try_lock
 
 @contextmanager
 def staged_file(target: Path, *, overwrite: bool = False) -> Iterator[BinaryIO]:
-    """Give a file to write into; it becomes `target` if the block ends without an exception.
+    """Open a partial file for writing; it becomes `target` if the block ends without an exception.
 
-    The sibling is locked while its process lives, so a later run recognises what a killed one left, and removes it.
+    The partial file is locked while its process lives. A later run removes partial files without a lock, which a killed
+    process has left.
 
     Raises:
-        UserError: `target` exists (and `overwrite` is not set), is a folder, or its folder cannot be written; the disk
-            became full.
+        UserError: `target` exists (and `overwrite` is not set), is a folder, is being written by another process, or
+            its folder is not writable; the disk is full.
     """
     check_file_target(target, overwrite=overwrite)
     partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
@@ -32,7 +33,7 @@ def staged_file(target: Path, *, overwrite: bool = False) -> Iterator[BinaryIO]:
         raise UserError(f"{target}: cannot be written: {error.strerror}; choose another target") from error
     try:
         with disk_full_told(target), open(partial, "wb") as file:
-            try_lock(file)  # nobody else knows of this file yet
+            try_lock(file)  # always succeeds: the file is new
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -44,7 +45,7 @@ def staged_file(target: Path, *, overwrite: bool = False) -> Iterator[BinaryIO]:
 
 
 def check_file_target(target: Path, *, overwrite: bool) -> None:
-    """UserError if `target` exists and may not, or must not, be replaced."""
+    """Raise `UserError` if `target` is a folder, or exists and `overwrite` is not set."""
     if target.is_dir() or (target.exists() and not overwrite):
         hint = "give the name of a file" if target.is_dir() else "give another, or --overwrite to replace it"
         raise UserError(f"{target}: exists already; {hint}")

@@ -1,7 +1,7 @@
-"""A folder that appears whole or not at all.
+"""A folder that appears complete or not at all.
 
-Everything is written into a hidden sibling, flushed, and renamed at the end. The sibling is locked while its process
-lives, so a later run recognises what a killed one left behind, and removes it.
+It is written under a hidden name beside the target (the staging folder), flushed, then renamed. The staging folder is
+locked while its process lives. A later run removes staging folders without a lock, which a killed process has left.
 """
 
 import errno
@@ -18,13 +18,14 @@ from mlx_llama3.system.locks import try_lock
 
 @contextmanager
 def staged_folder(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
-    """Give an empty folder to write into; it becomes `target` if the block ends without an exception.
+    """Make an empty folder to write into; it becomes `target` if the block ends without an exception.
 
-    An existing `target` is refused, or with `overwrite` replaced at the end and not before. What the block leaves open
-    must be flushed; the folder itself and the rename are flushed here.
+    An existing `target` is refused, or with `overwrite` replaced at the end. Files, folder and rename are flushed to
+    the disk here; the block itself must flush the buffers of files that it leaves open.
 
     Raises:
-        UserError: `target` exists, or its parent cannot be written; the disk became full.
+        UserError: `target` exists and may not be replaced, is being written by another process, or its parent is not
+            writable; the disk is full.
     """
     target = Path(os.path.abspath(target))
     _clean(target)
@@ -53,7 +54,7 @@ def staged_folder(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
 
 @contextmanager
 def disk_full_told(target: Path) -> Iterator[None]:
-    """Say of which target the disk became full: the system's error for a write names no file."""
+    """Turn the system's error for a full disk into a `UserError` that names the target."""
     try:
         yield
     except OSError as error:
@@ -63,7 +64,7 @@ def disk_full_told(target: Path) -> Iterator[None]:
 
 
 def check_disk(target: Path, needed: int) -> None:
-    """UserError if the disk on which `target` will lie has less than `needed` bytes free."""
+    """Raise `UserError` if the disk of `target` has less than `needed` bytes free."""
     place = next(folder for folder in target.absolute().parents if folder.exists())
     free = shutil.disk_usage(place).free
     if free < needed:
@@ -71,18 +72,18 @@ def check_disk(target: Path, needed: int) -> None:
 
 
 def check_folder_target(target: Path, *, overwrite: bool) -> None:
-    """UserError if `target` exists and may not, or must not, be replaced."""
+    """Raise `UserError` if `target` exists and `overwrite` is not set, or if it is neither a model folder nor empty."""
     if not target.exists() and not target.is_symlink():
         return
     if not overwrite:
         raise UserError(f"{target}: exists already; give another target, or --overwrite to replace it")
-    # Whoever names the wrong folder should not lose it.
+    # A folder of anything else is not replaced: its name may be a mistake.
     if not target.is_dir() or target.is_symlink() or (any(target.iterdir()) and not (target / "config.json").exists()):
         raise UserError(f"{target}: is not a model folder, so it is not overwritten; give another target")
 
 
 def _replace(staging: Path, target: Path) -> None:
-    """Rename `staging` to `target`; a folder that is there steps aside first and is deleted last."""
+    """Rename `staging` to `target`; an existing `target` is renamed first and deleted last."""
     aside = target.with_name(f".{target.name}.replaced-{os.getpid()}")
     if target.exists():
         target.rename(aside)
@@ -93,7 +94,7 @@ def _replace(staging: Path, target: Path) -> None:
 
 
 def _clean(target: Path) -> None:
-    """Remove what dead runs left beside `target`; bring back a folder that stepped aside for one that never came."""
+    """Remove what dead processes left beside `target`; restore a `target` that one had renamed but not yet replaced."""
     for aside in target.parent.glob(f".{glob.escape(target.name)}.replaced-*"):
         if target.exists():
             shutil.rmtree(aside)
@@ -110,7 +111,7 @@ def _clean(target: Path) -> None:
 
 
 def flush(path: Path) -> None:
-    """Have a file, or the entries of a folder, written to the disk."""
+    """Flush a file, or the entries of a folder, to the disk."""
     file = os.open(path, os.O_RDONLY)
     try:
         os.fsync(file)

@@ -1,7 +1,7 @@
-"""A tensor that lies in a file: where its bytes are, and a window onto some of its rows.
+"""A tensor in a file: the location of its bytes, and reads of its rows through a memory map.
 
-Only the window is mapped into memory, and it is unmapped when the array that shows it is dropped. So a checkpoint of
-any size costs no more memory than the block in hand. (A mapping of the whole file would count every page once touched.)
+Only the rows that are read are mapped, and they are unmapped when the array over them is freed. So a checkpoint of any
+size needs no more memory than one block. (With a mapping of the whole file, every page once read would count.)
 """
 
 import mmap
@@ -16,7 +16,7 @@ from mlx_llama3.errors import UserError
 
 import mlx.core as mx
 
-# safetensors' name of a dtype -> numpy dtype of its bits, MLX dtype. numpy has no bfloat16: its bits travel as uint16.
+# safetensors' name of a dtype -> numpy dtype of its bits, MLX dtype. numpy has no bfloat16; its bits are uint16.
 DTYPES: dict[str, tuple[np.dtype, mx.Dtype | None]] = {
     "F32": (np.dtype("<f4"), mx.float32),
     "F16": (np.dtype("<f2"), mx.float16),
@@ -40,7 +40,7 @@ _CHECKSUM_BLOCK = 1 << 24
 
 
 class Checksum(NamedTuple):
-    """The CRC-32 that a file states for a range of its own bytes."""
+    """A CRC-32 that a file states for a range of its bytes."""
 
     path: Path
     name: str
@@ -49,7 +49,7 @@ class Checksum(NamedTuple):
     crc32: int
 
     def verify(self) -> None:
-        """Read the range; UserError if its bytes are not those that were written."""
+        """Read the range; raise `UserError` if its CRC-32 differs."""
         crc = 0
         with self.path.open("rb", buffering=0) as file:
             file.seek(self.offset)
@@ -83,7 +83,7 @@ class StoredTensor:
 
     @property
     def mx_dtype(self) -> mx.Dtype:
-        """The MLX dtype; UserError if MLX has none that holds these values."""
+        """The MLX dtype; raises `UserError` if MLX has none for these values."""
         dtype = DTYPES[self.dtype][1]
         if dtype is None:
             raise UserError(
@@ -92,27 +92,30 @@ class StoredTensor:
         return dtype
 
     def rows(self, start: int, stop: int) -> np.ndarray:
-        """The bits of rows `start` to `stop` of axis 0, a view of a mapped window of the file (bfloat16 as uint16)."""
+        """The bits of rows `start` to `stop` of axis 0 (bfloat16 as uint16), a view of a mapped range of the file."""
         dtype = DTYPES[self.dtype][0]
         shape = (stop - start, *self.shape[1:])
         if 0 in shape:
             return np.empty(shape, dtype)
-        reach = sum((axis - 1) * stride for axis, stride in zip(shape, self.strides, strict=True)) + 1
-        first = self.offset + start * self.strides[0] * dtype.itemsize
-        window = first - first % mmap.ALLOCATIONGRANULARITY
+        extent = sum((axis - 1) * stride for axis, stride in zip(shape, self.strides, strict=True)) + 1
+        begin = self.offset + start * self.strides[0] * dtype.itemsize
+        map_begin = begin - begin % mmap.ALLOCATIONGRANULARITY
         with self.path.open("rb") as file:
             try:
                 mapped = mmap.mmap(
-                    file.fileno(), first - window + reach * dtype.itemsize, offset=window, access=mmap.ACCESS_READ
+                    file.fileno(),
+                    begin - map_begin + extent * dtype.itemsize,
+                    offset=map_begin,
+                    access=mmap.ACCESS_READ,
                 )
             except ValueError as error:
                 raise UserError(f"{self.path}: became shorter while {self.name} was read; fetch it again") from error
         strides = tuple(stride * dtype.itemsize for stride in self.strides)
-        return np.ndarray(shape, dtype, buffer=mapped, offset=first - window, strides=strides)
+        return np.ndarray(shape, dtype, buffer=mapped, offset=begin - map_begin, strides=strides)
 
 
 def to_mlx(bits: np.ndarray, dtype: mx.Dtype) -> mx.array:
-    """Copy bits out of a file's window into an MLX array of `dtype`; nothing is converted."""
+    """Copy bits, as `StoredTensor.rows` returns them, into an MLX array of `dtype`; no value is converted."""
     bits = np.require(bits, requirements=["C", "A"])
     if dtype == mx.bfloat16:
         return mx.array(bits).view(mx.bfloat16)
@@ -120,7 +123,7 @@ def to_mlx(bits: np.ndarray, dtype: mx.Dtype) -> mx.array:
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides, in elements, of an array whose last axis moves fastest: (2, 3, 4) -> (12, 4, 1)."""
+    """Strides, in elements, of a row-major array: (2, 3, 4) -> (12, 4, 1)."""
     strides = [1]
     for axis in reversed(shape[1:]):
         strides.append(strides[-1] * axis)

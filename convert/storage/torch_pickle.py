@@ -1,9 +1,9 @@
-"""A pickle machine that can build a table of tensors, and nothing else.
+"""A restricted unpickler that can build a state dictionary of tensors and nothing else.
 
-A torch checkpoint holds a pickle, and a pickle is a program: Python's own machine would call whatever it names. This
-one knows the few instructions that `torch.save` of a state dictionary writes (protocols 2 to 5; CPython
-`Lib/pickletools.py` describes them), resolves no name by importing it, and calls nothing. All work and memory is linear
-in the pickle's length, which is limited. Whatever else the pickle asks for is refused by name.
+A torch checkpoint contains a pickle, and a pickle is a program: Python's unpickler would call any function that it
+names. This one executes only the opcodes that `torch.save` of a state dictionary writes (protocols 2 to 5; CPython
+`Lib/pickletools.py`). It imports nothing and calls nothing. Time and memory are linear in the length of the pickle,
+which is limited. Everything else in a pickle is refused by name.
 """
 
 import pickletools
@@ -16,7 +16,7 @@ from mlx_llama3.errors import UserError
 # 126 layers of 9 tensors take a quarter of a megabyte.
 MAX_PICKLE_BYTES = 4 << 20
 _MAX_PROTOCOL = 5
-# torch's storage class -> safetensors' name of the dtype (`stored.DTYPES`).
+# torch's storage class -> safetensors' name of the dtype (`stored_tensor.DTYPES`).
 STORAGE_DTYPES = {
     "FloatStorage": "F32",
     "HalfStorage": "F16",
@@ -33,14 +33,14 @@ STORAGE_DTYPES = {
 
 
 class Global(NamedTuple):
-    """A name that the pickle mentions and that stands for itself: nothing is imported."""
+    """A global name in the pickle. It is never imported."""
 
     module: str
     name: str
 
 
 class Storage(NamedTuple):
-    """A run of `numel` elements of `dtype`, kept under `key` beside the pickle."""
+    """`numel` elements of `dtype`, in the zip entry `key` beside the pickle."""
 
     dtype: str
     key: str
@@ -48,7 +48,7 @@ class Storage(NamedTuple):
 
 
 class TensorView(NamedTuple):
-    """A tensor over a storage: offset and strides in elements."""
+    """A view of a storage; offset and strides in elements."""
 
     storage: Storage
     offset: int
@@ -62,26 +62,29 @@ REBUILD_PARAMETER = Global("torch._utils", "_rebuild_parameter")
 _KNOWN = {ORDERED_DICT, REBUILD_TENSOR, REBUILD_PARAMETER} | {Global("torch", name) for name in STORAGE_DTYPES}
 
 
-def _shown(text: str | int) -> str:
-    """Text out of the file as it may stand in a one-line message."""
+def _printable(text: str | int) -> str:
+    """Text of the file, shortened and escaped for a one-line message."""
     return repr(text[:100] if isinstance(text, str) else text)
 
 
 class StatePickle:
-    """One run of the machine over `data`; `source` names the file in messages."""
+    """The unpickler for `data`; `source` names the file in messages."""
 
     def __init__(self, data: bytes, source: str) -> None:
         if len(data) > MAX_PICKLE_BYTES:
             raise UserError(f"{source}: its pickle has {len(data)} bytes; a table of tensors needs far fewer, refused")
         self._data = data
         self._source = source
-        self._at = 0
+        self._position = 0
         self._stack: list[Any] = []
         self._marks: list[int] = []
         self._memo: dict[int, Any] = {}
 
     def load(self) -> dict[Any, Any]:
-        """Run to the end and return the table, whose tensors are `TensorView`s. UserError for anything unexpected."""
+        """Unpickle and return the state dictionary, whose tensors are `TensorView`s.
+
+        Raises `UserError` for anything unexpected.
+        """
         while True:
             code = self._take(1)
             if code == b".":
@@ -102,21 +105,21 @@ class StatePickle:
         known = pickletools.code2op.get(code.decode("latin-1"))
         name = known.name if known else f"0x{code.hex()}"
         if name == "INST":
-            name += f" of {_shown(f'{self._line()}.{self._line()}')}"
+            name += f" of {_printable(f'{self._line()}.{self._line()}')}"
         self._fail(f"contains the instruction {name}, which no checkpoint needs")
 
     def _take(self, count: int) -> bytes:
-        taken = self._data[self._at : self._at + count]
-        if len(taken) != count:
+        data = self._data[self._position : self._position + count]
+        if len(data) != count:
             self._fail("breaks off in the middle; the file is truncated or damaged")
-        self._at += count
-        return taken
+        self._position += count
+        return data
 
     def _line(self) -> str:
-        end = self._data.find(b"\n", self._at)
+        end = self._data.find(b"\n", self._position)
         if end < 0:
             self._fail("breaks off in the middle; the file is truncated or damaged")
-        line = self._take(end + 1 - self._at)[:-1]
+        line = self._take(end + 1 - self._position)[:-1]
         return line.decode("utf-8", "replace")
 
     def _unsigned(self, size: int) -> int:
@@ -132,9 +135,9 @@ class StatePickle:
         self._stack.append(value)
 
     def _pop(self) -> Any:
-        # A value below the innermost mark belongs to a group that is not yet closed.
+        # Values below the innermost mark are not part of the current group and may not be popped.
         if len(self._stack) <= (self._marks[-1] if self._marks else 0):
-            self._fail("takes a value that it never made; the file is damaged")
+            self._fail("pops a value that it never pushed; the file is damaged")
         return self._stack.pop()
 
     def _pop_group(self) -> list[Any]:
@@ -150,7 +153,7 @@ class StatePickle:
 
     def _get(self, index: int) -> None:
         if index not in self._memo:
-            self._fail(f"recalls value {index}, which it never stored; the file is damaged")
+            self._fail(f"reads memo {index}, which it never wrote; the file is damaged")
         self._push(self._memo[index])
 
     def _put(self, index: int) -> None:
@@ -173,23 +176,23 @@ class StatePickle:
     def _set_items(self, flat: list[Any]) -> None:
         target = self._pop()
         if not isinstance(target, dict) or len(flat) % 2:
-            self._fail("fills a table that is none; the file is damaged")
+            self._fail("sets items of what is no table; the file is damaged")
         for key, value in zip(flat[::2], flat[1::2], strict=True):
-            # Other keys would have to be hashed, and a nested tuple can make that endless.
+            # Hashing other keys can take forever, for example nested tuples.
             if not isinstance(key, str | int):
                 self._fail(f"uses a {type(key).__name__} as the name of a table's entry")
             if key in target:
-                self._fail(f"holds {_shown(key)} twice")
+                self._fail(f"holds {_printable(key)} twice")
             target[key] = value
         self._push(target)
 
     def _resolve(self, module: Any, name: Any) -> None:
         if not (isinstance(module, str) and isinstance(name, str)):
             self._fail("names a global by something that is not text")
-        found = Global(module, name)
-        if found not in _KNOWN:
-            self._fail(f"asks for {_shown(f'{module}.{name}')}, which no checkpoint needs: refused")
-        self._push(found)
+        target = Global(module, name)
+        if target not in _KNOWN:
+            self._fail(f"asks for {_printable(f'{module}.{name}')}, which no checkpoint needs: refused")
+        self._push(target)
 
     def _global(self) -> None:
         self._resolve(self._line(), self._line())
@@ -199,7 +202,7 @@ class StatePickle:
         self._resolve(module, name)
 
     def _build(self) -> None:
-        # torch sets `_metadata` on a state dictionary; plain dictionaries have no attributes to set.
+        # torch sets the attribute `_metadata` of a state dictionary; it is dropped, as a plain dict has no attributes.
         state, target = self._pop(), self._pop()
         if not isinstance(target, dict) or not isinstance(state, dict):
             self._fail(f"sets the state of a {type(target).__name__}, which no checkpoint needs")
@@ -230,13 +233,14 @@ class StatePickle:
         numbers = (offset, *shape, *strides) if isinstance(shape, tuple) and isinstance(strides, tuple) else (None,)
         if not all(type(number) is int and 0 <= number < 1 << 62 for number in numbers) or len(shape) != len(strides):
             self._fail(
-                f"describes a tensor over storage {_shown(storage.key)} whose offset, shape or strides make no sense"
+                f"describes a tensor over storage {_printable(storage.key)} "
+                "whose offset, shape or strides make no sense"
             )
         return TensorView(storage, offset, shape, strides)
 
     _INSTRUCTIONS: ClassVar[dict[bytes, Callable[["StatePickle"], None]]] = {
         b"\x80": _protocol,
-        b"\x95": lambda self: self._take(8),  # FRAME: how much a reader may buffer
+        b"\x95": lambda self: self._take(8),  # FRAME: size hint for buffering
         b"(": lambda self: self._marks.append(len(self._stack)),
         b"N": lambda self: self._push(None),
         b"\x88": lambda self: self._push(True),

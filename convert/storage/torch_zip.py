@@ -1,8 +1,8 @@
-"""Reader of torch's zip files (`.pth`, `pytorch_model*.bin`) without torch, and without running what is in them.
+"""Reads torch's zip files (`.pth`, `pytorch_model*.bin`) without torch and without executing their pickle.
 
-Such a file is an uncompressed zip: `<root>/data.pkl` says which tensors there are, `<root>/data/<key>` holds the bytes
-of each storage. (PyTorch `caffe2/serialize/inline_container.h` pads each entry so that its data is aligned.) The data
-is never unpacked: tensors are read where they lie.
+Such a file is an uncompressed zip: `<root>/data.pkl` describes the tensors, `<root>/data/<key>` holds the bytes of each
+storage. (PyTorch `caffe2/serialize/inline_container.h` pads each entry so that its data is aligned.) Nothing is
+extracted: tensors are read in place.
 """
 
 import io
@@ -25,7 +25,7 @@ _LEGACY_MAGIC = (b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46", b"\x80")
 
 
 class _BoundedFile(io.FileIO):
-    """A file for the zip module that refuses what damage makes it ask for: gigabytes at once, places outside of it."""
+    """A file for `zipfile` that refuses reads of gigabytes and seeks outside of the file, as a damaged zip causes."""
 
     def read(self, size: int | None = -1) -> bytes:
         data = super().read(
@@ -41,8 +41,8 @@ class _BoundedFile(io.FileIO):
         return super().seek(offset, whence)
 
 
-class _Record(NamedTuple):
-    """An entry of the zip: where its data begins in the file, how many bytes, and their CRC-32."""
+class _ZipEntry(NamedTuple):
+    """An entry of the zip: offset of its data in the file, bytes of data, and their CRC-32."""
 
     name: str
     offset: int
@@ -51,58 +51,58 @@ class _Record(NamedTuple):
 
 
 def read_pth(path: Path) -> dict[str, StoredTensor]:
-    """Name -> tensor of every tensor in a torch zip file; nothing but the table is read.
+    """Read the tensors of a torch zip file by name; only the zip's directory and the pickle are read.
 
-    UserError, naming file and tensor, if the file is not such a zip, is truncated, compressed, has entries that overlap
-    or lie outside of it, or if its pickle holds anything but tensors (`state_pickle.StatePickle`).
+    Raises `UserError`, with file and tensor, if the file is not such a zip, is truncated, compressed, has entries that
+    overlap or lie outside of it, or if its pickle holds anything but tensors (`torch_pickle.StatePickle`).
     """
-    records = _read_directory(path)
-    root = _find_root(path, records)
-    pickle = records[f"{root}/data.pkl"]
-    table = StatePickle(_read_record(path, pickle), str(path)).load()
+    entries = _read_directory(path)
+    root = _find_root(path, entries)
+    pickle = entries[f"{root}/data.pkl"]
+    table = StatePickle(_read_entry(path, pickle), str(path)).load()
     tensors = {}
     for name, view in table.items():
         if isinstance(name, str) and isinstance(view, TensorView):
-            tensors[name] = _locate(path, name, view, records, root)
+            tensors[name] = _locate(path, name, view, entries, root)
     if not tensors:
         raise UserError(f"{path}: holds no tensors at the top of its table; a state dictionary was expected")
     return tensors
 
 
-def _read_directory(path: Path) -> dict[str, _Record]:
-    """Name -> record of the zip's entries; all stored, inside the file, apart from each other."""
+def _read_directory(path: Path) -> dict[str, _ZipEntry]:
+    """The zip's entries by name: all uncompressed, inside the file and without overlap."""
     try:
         with _BoundedFile(path) as file, zipfile.ZipFile(file) as archive:
-            records = [_locate_record(path, file, entry) for entry in archive.infolist()]
+            entries = [_locate_entry(path, file, info) for info in archive.infolist()]
             end_of_data = archive.start_dir
-    # Besides its own error, the zip module has these for a version it does not know, and for a name that is no text.
+    # `zipfile` raises its own error, or these for an unknown version and for a name that is not text.
     except (zipfile.BadZipFile, NotImplementedError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: {_why_not_a_zip(path)} ({error})") from error
-    records.sort(key=lambda record: record.offset)
-    for record, following in zip(records, [*(r.offset for r in records[1:]), end_of_data], strict=False):
-        if record.offset + record.nbytes > following:
-            raise UserError(f"{path}: entry {record.name!r} overlaps what follows it; the file is damaged or malicious")
-    by_name = {record.name: record for record in records}
-    if len(by_name) != len(records):
+    entries.sort(key=lambda entry: entry.offset)
+    for entry, following in zip(entries, [*(e.offset for e in entries[1:]), end_of_data], strict=False):
+        if entry.offset + entry.nbytes > following:
+            raise UserError(f"{path}: entry {entry.name!r} overlaps what follows it; the file is damaged or malicious")
+    by_name = {entry.name: entry for entry in entries}
+    if len(by_name) != len(entries):
         raise UserError(f"{path}: holds two entries of the same name; the file is damaged or malicious")
     return by_name
 
 
-def _locate_record(path: Path, file: io.FileIO, entry: zipfile.ZipInfo) -> _Record:
-    name = entry.orig_filename
+def _locate_entry(path: Path, file: io.FileIO, info: zipfile.ZipInfo) -> _ZipEntry:
+    name = info.orig_filename
     if name.startswith("/") or "\\" in name or "\0" in name or ".." in name.split("/"):
         raise UserError(f"{path}: entry {name[:100]!r} would lie outside of the archive; refused as malicious")
-    if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size:
+    if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
         raise UserError(f"{path}: entry {name[:100]!r} is compressed; torch never does that, refused as malicious")
-    if entry.flag_bits & 0x1:
+    if info.flag_bits & 0x1:
         raise UserError(f"{path}: entry {name[:100]!r} is encrypted; torch never does that, refused")
-    file.seek(entry.header_offset)
+    file.seek(info.header_offset)
     header = file.read(_LOCAL_HEADER.size)
     if len(header) < _LOCAL_HEADER.size or not header.startswith(zipfile.stringFileHeader):
         raise UserError(f"{path}: entry {name[:100]!r} is not where the directory says; the file is damaged")
     name_length, extra_length = _LOCAL_HEADER.unpack(header)
-    offset = entry.header_offset + _LOCAL_HEADER.size + name_length + extra_length
-    return _Record(name, offset, entry.file_size, entry.CRC)
+    offset = info.header_offset + _LOCAL_HEADER.size + name_length + extra_length
+    return _ZipEntry(name, offset, info.file_size, info.CRC)
 
 
 def _why_not_a_zip(path: Path) -> str:
@@ -115,51 +115,51 @@ def _why_not_a_zip(path: Path) -> str:
     return "is not a torch file"
 
 
-def _find_root(path: Path, records: dict[str, _Record]) -> str:
-    """The folder inside the zip that holds everything; torch names it after the file."""
-    roots = [name.removesuffix("/data.pkl") for name in records if name.endswith("/data.pkl")]
+def _find_root(path: Path, entries: dict[str, _ZipEntry]) -> str:
+    """The one folder inside the zip; torch names it after the file."""
+    roots = [name.removesuffix("/data.pkl") for name in entries if name.endswith("/data.pkl")]
     if len(roots) != 1:
         raise UserError(f"{path}: is a zip, but not torch's: {len(roots)} entries named data.pkl, one expected")
-    order = records.get(f"{roots[0]}/byteorder")
-    if order and order.nbytes <= 16 and _read_record(path, order) != b"little":
+    order = entries.get(f"{roots[0]}/byteorder")
+    if order and order.nbytes <= 16 and _read_entry(path, order) != b"little":
         raise UserError(f"{path}: was written on a big-endian machine; save it again on a little-endian one")
     return roots[0]
 
 
-def _read_record(path: Path, record: _Record) -> bytes:
-    if record.nbytes > MAX_PICKLE_BYTES:
-        raise UserError(f"{path}: entry {record.name!r} has {record.nbytes} bytes; far fewer were expected, refused")
+def _read_entry(path: Path, entry: _ZipEntry) -> bytes:
+    if entry.nbytes > MAX_PICKLE_BYTES:
+        raise UserError(f"{path}: entry {entry.name!r} has {entry.nbytes} bytes; far fewer were expected, refused")
     with path.open("rb") as file:
-        file.seek(record.offset)
-        data = file.read(record.nbytes)
-    if len(data) != record.nbytes or zlib.crc32(data) != record.crc32:
+        file.seek(entry.offset)
+        data = file.read(entry.nbytes)
+    if len(data) != entry.nbytes or zlib.crc32(data) != entry.crc32:
         raise UserError(
-            f"{path}: entry {record.name!r} does not match its checksum; the file is damaged, fetch it again"
+            f"{path}: entry {entry.name!r} does not match its checksum; the file is damaged, fetch it again"
         )
     return data
 
 
-def _locate(path: Path, name: str, view: TensorView, records: dict[str, _Record], root: str) -> StoredTensor:
-    """Check a tensor's view against the bytes that are there."""
+def _locate(path: Path, name: str, view: TensorView, entries: dict[str, _ZipEntry], root: str) -> StoredTensor:
+    """Check a tensor's view against the size of its storage and locate it in the file."""
     storage: Storage = view.storage
-    record = records.get(f"{root}/data/{storage.key}")
-    if record is None:
+    entry = entries.get(f"{root}/data/{storage.key}")
+    if entry is None:
         raise UserError(f"{path}: tensor {name!r} needs storage {storage.key[:100]!r}, which the file does not hold")
     itemsize = DTYPES[storage.dtype][0].itemsize
-    if storage.numel * itemsize != record.nbytes:
+    if storage.numel * itemsize != entry.nbytes:
         raise UserError(
             f"{path}: tensor {name!r} expects {storage.numel} elements of {storage.dtype} in storage {storage.key!r}, "
-            f"which has {record.nbytes} bytes; the file is damaged"
+            f"which has {entry.nbytes} bytes; the file is damaged"
         )
     if len(view.shape) > _MAX_AXES:
         raise UserError(f"{path}: tensor {name!r} has {len(view.shape)} axes; at most {_MAX_AXES} are known")
     count = math.prod(view.shape)
-    reach = sum((axis - 1) * stride for axis, stride in zip(view.shape, view.strides, strict=True)) + 1
-    if count and (view.offset + reach > storage.numel or count > storage.numel):
+    extent = sum((axis - 1) * stride for axis, stride in zip(view.shape, view.strides, strict=True)) + 1
+    if count and (view.offset + extent > storage.numel or count > storage.numel):
         raise UserError(
             f"{path}: tensor {name!r} of shape {view.shape} and strides {view.strides} from element {view.offset} "
             f"reaches beyond its storage of {storage.numel} elements; the file is damaged or malicious"
         )
-    checksum = Checksum(path, name, record.offset, record.nbytes, record.crc32)
-    offset = record.offset + view.offset * itemsize
+    checksum = Checksum(path, name, entry.offset, entry.nbytes, entry.crc32)
+    offset = entry.offset + view.offset * itemsize
     return StoredTensor(path, name, storage.dtype, view.shape, offset, view.strides, checksum)

@@ -1,4 +1,4 @@
-"""torch and transformers beside us: files that torch really writes, folders that transformers really loads."""
+"""Checks against torch and transformers: files that torch writes, and folders that transformers loads."""
 
 from pathlib import Path
 
@@ -28,13 +28,13 @@ def test_files_that_torch_saves(tmp_path, protocol, dtype):
     state = linear.state_dict()
     state |= {"parameter": linear.weight, "turned": linear.weight.detach().T, "part": linear.weight.detach()[1:4, 2:]}
     torch.save(state, tmp_path / "model.pth", pickle_protocol=protocol)
-    found = read_pth(tmp_path / "model.pth")
-    assert found.keys() == state.keys()
+    tensors = read_pth(tmp_path / "model.pth")
+    assert tensors.keys() == state.keys()
     for name, expected in state.items():
-        rows = found[name].rows(0, found[name].shape[0])
+        rows = tensors[name].rows(0, tensors[name].shape[0])
         rows = (rows.astype(np.uint32) << 16).view(np.float32) if dtype == "bfloat16" else rows
         np.testing.assert_array_equal(rows, expected.detach().float().numpy())
-        found[name].checksum.verify()
+        tensors[name].checksum.verify()
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import mlx.core as mx
 
 
 def raw(path: Path, header: object, data: bytes = b"", length: int | None = None) -> Path:
-    """A file with any header, or any text as one."""
+    """A file with the given header: any object, or any text."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(text) if length is None else length) + text + data)
     return path
@@ -47,9 +47,9 @@ def test_files_of_the_safetensors_package(tmp_path):
 def test_bfloat16_of_mlx(tmp_path):
     values = mx.random.normal((5, 4)).astype(mx.bfloat16)
     mx.save_safetensors(str(tmp_path / "a.safetensors"), {"w": values})
-    found = read_safetensors(tmp_path / "a.safetensors")[0]["w"]
-    assert found.dtype == "BF16"
-    np.testing.assert_array_equal(found.rows(1, 4), np.asarray(values.view(mx.uint16))[1:4])
+    tensor = read_safetensors(tmp_path / "a.safetensors")[0]["w"]
+    assert tensor.dtype == "BF16"
+    np.testing.assert_array_equal(tensor.rows(1, 4), np.asarray(values.view(mx.uint16))[1:4])
 
 
 BAD = {
@@ -124,9 +124,9 @@ def test_damaged_files_are_read_or_refused(tmp_path_factory, data):
     del content[data.draw(st.integers(0, len(content))) :]
     path.write_bytes(content)
     try:
-        for found in read_safetensors(path)[0].values():
-            if found.shape:
-                assert found.rows(0, found.shape[0]).shape == found.shape
+        for tensor in read_safetensors(path)[0].values():
+            if tensor.shape:
+                assert tensor.rows(0, tensor.shape[0]).shape == tensor.shape
     except UserError as error:
         assert str(error).startswith(str(path)) and "\n" not in str(error)
     shutil.rmtree(folder)

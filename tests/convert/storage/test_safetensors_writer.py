@@ -1,4 +1,4 @@
-"""The streaming writer: whatever the order of the blocks, other readers find what was written."""
+"""The streaming writer: whatever the order of the blocks, other readers read the same tensors."""
 
 import json
 

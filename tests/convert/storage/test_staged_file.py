@@ -1,4 +1,4 @@
-"""A staged file appears whole or not at all, whatever happens on the way."""
+"""A staged file appears complete or not at all, whatever happens meanwhile."""
 
 import errno
 import fcntl

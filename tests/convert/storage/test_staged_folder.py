@@ -1,4 +1,4 @@
-"""A folder appears whole or not at all, and dead runs are cleaned up."""
+"""A folder appears complete or not at all, and the leftovers of dead processes are removed."""
 
 import errno
 import os
@@ -112,7 +112,7 @@ def test_leftover_of_a_killed_run_is_removed_by_the_next(tmp_path):
 
 @pytest.mark.parametrize("step", ["staging.Path.rename", "staging.shutil.rmtree"])
 def test_killed_while_replacing(tmp_path, step):
-    """Between the two renames the old folder stands aside: the next run brings it back, or removes it."""
+    """Killed between the two renames, when the old folder has another name: the next run restores it, or removes it."""
     target = tmp_path / "mo[d]el"
     target.mkdir()
     (target / "config.json").write_text("old")

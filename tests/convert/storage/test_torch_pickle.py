@@ -1,4 +1,4 @@
-"""The pickle machine: what torch writes is read, and nothing else is obeyed."""
+"""The restricted unpickler: it reads what torch writes and refuses everything else."""
 
 import collections
 import io
@@ -22,8 +22,8 @@ def load(data: bytes) -> dict:
 
 
 def test_state_dictionary_of_torch():
-    found = load(table({"a.weight": PLAIN, "b": tensor("F32", "1", 9, (), (), offset=8)}))
-    assert found == {"a.weight": VIEW, "b": TensorView(Storage("F32", "1", 9), 8, (), ())}
+    actual = load(table({"a.weight": PLAIN, "b": tensor("F32", "1", 9, (), (), offset=8)}))
+    assert actual == {"a.weight": VIEW, "b": TensorView(Storage("F32", "1", 9), 8, (), ())}
 
 
 def test_parameter_and_metadata_of_a_module():
@@ -40,7 +40,7 @@ def test_every_protocol_of_pythons_own_pickler(protocol):
 
 
 class Evil:
-    """Pickles to a call of `function(*arguments)`."""
+    """An object whose pickle calls `function(*arguments)`."""
 
     def __init__(self, function, *arguments):
         self.call = function, arguments
@@ -105,13 +105,13 @@ HOSTILE = {
     "text longer than the file": (b"X\xff\xff\xff\xff", "breaks off"),
     "global without an end": (b"cos", "breaks off"),
     "text that is not UTF-8": (b"X\x01\x00\x00\x00\xff.", "not UTF-8"),
-    "value from nothing": (b"\x85.", "never made"),
-    "value from below the mark": (b"K\x01(\x85.", "never made"),
+    "value from nothing": (b"\x85.", "never pushed"),
+    "value from below the mark": (b"K\x01(\x85.", "never pushed"),
     "group without a mark": (b"t.", "never opened"),
-    "memo never stored": (b"h\x07.", "never stored"),
+    "memo never stored": (b"h\x07.", "never wrote"),
     "append to a table": (b"}K\x01a.", "appends to a dict"),
-    "item of a list": (b"]K\x01K\x01s.", "fills a table that is none"),
-    "odd number of items": (b"}(K\x01u.", "fills a table that is none"),
+    "item of a list": (b"]K\x01K\x01s.", "sets items of what is no table"),
+    "odd number of items": (b"}(K\x01u.", "sets items of what is no table"),
 }
 
 
@@ -127,7 +127,7 @@ def test_hostile_or_damaged_pickle_is_refused_by_name(data, named, tmp_path, mon
 
 
 def test_the_hostile_pickles_are_real(tmp_path, monkeypatch):
-    """Python's own machine does run them: the corpus is not made of harmless bytes."""
+    """Python's own unpickler executes them, so the corpus is not made of harmless bytes."""
     monkeypatch.chdir(tmp_path)
     pickle.loads(HOSTILE["os.system"][0])
     assert (tmp_path / "HACKED").exists()
@@ -135,7 +135,7 @@ def test_the_hostile_pickles_are_real(tmp_path, monkeypatch):
         pickle.loads(eval_pickle(4))
 
 
-def test_names_in_messages_are_cut_and_kept_on_one_line():
+def test_names_in_messages_are_shortened_and_on_one_line():
     with pytest.raises(UserError) as error:
         load(b"\x80\x04" + text("evil\n" * 1000) + text("x") + b"\x93.")
     assert "\n" not in str(error.value) and len(str(error.value)) < 300
@@ -153,9 +153,9 @@ def test_more_bytes_than_any_table_needs_are_refused_unread():
         + b"\x85" * 1_000_000
         + b".",  # a tuple nested a million deep: hashing or printing it overflows the C stack
         b"]" + b"]a" * 500_000 + b".",
-        b")" + b"q\x00h\x00\x86" * 1000 + b"N}h\x00Ns.",  # 2 ** 1000 leaves, if anything walks them
+        b")" + b"q\x00h\x00\x86" * 1000 + b"N}h\x00Ns.",  # 2 ** 1000 leaves, if anything traverses them
         b"r\xff\xff\xff\x7f." * 1,
-        b"Nr\xff\xff\xff\x7f." * 1,  # Python's machine would make room for two billion memos
+        b"Nr\xff\xff\xff\x7f." * 1,  # Python's unpickler would allocate two billion memo entries
     ],
     ids=["deep tuple", "deep list", "doubling tuple", "memo from nothing", "memo far away"],
 )
@@ -208,7 +208,7 @@ def test_agrees_with_pythons_machine_on_random_tables():
         entries[f"t{key}"] = tensor("F32", str(key), 4096, shape, tuple(range(len(shape))), offset=key)
     data = table(entries)
     expected = Stubs(io.BytesIO(data)).load()
-    found = load(data)
-    assert list(found) == list(expected)
+    actual = load(data)
+    assert list(actual) == list(expected)
     for name, (_, ((key, numel), offset, shape, strides, *_)) in expected.items():
-        assert found[name] == TensorView(Storage("F32", key, numel), offset, shape, strides)
+        assert actual[name] == TensorView(Storage("F32", key, numel), offset, shape, strides)

@@ -1,4 +1,4 @@
-"""Torch's zip files: read where their bytes lie; whatever is wrong with one is told in a line that names it."""
+"""Torch's zip files are read in place; every defect ends in a one-line error that names it."""
 
 import io
 import shutil
@@ -40,8 +40,8 @@ def test_values_of_every_type(tmp_path):
     np.testing.assert_array_equal(tensors["b"].rows(2, 3), bf16_bits(MATRIX)[2:3])
     np.testing.assert_array_equal(tensors["n"].rows(3, 7), MATRIX[0, 3:7])
     assert tensors["w"].rows(2, 2).shape == (0, 7)
-    for found in tensors.values():
-        found.checksum.verify()
+    for stored in tensors.values():
+        stored.checksum.verify()
 
 
 def test_views_into_one_storage(tmp_path):
@@ -66,16 +66,16 @@ def test_views_into_one_storage(tmp_path):
 
 
 def test_files_of_torch_itself():
-    """The golden files were written by torch; the zip module finds the same bytes."""
+    """The golden files were written by torch; the zip module reads the same bytes."""
     path = DATA / "llama31-2shards" / "consolidated.00.pth"
     tensors = read_pth(path)
     with zipfile.ZipFile(path) as archive:
-        for key, found in enumerate(tensors.values()):
+        for key, stored in enumerate(tensors.values()):
             expected = np.frombuffer(archive.read(f"consolidated.00/data/{key}"), np.uint16)
-            assert found.dtype == "BF16" or found.name == "rope.freqs"
-            if found.dtype == "BF16":
-                np.testing.assert_array_equal(found.rows(0, found.shape[0]).ravel(), expected)
-            found.checksum.verify()
+            assert stored.dtype == "BF16" or stored.name == "rope.freqs"
+            if stored.dtype == "BF16":
+                np.testing.assert_array_equal(stored.rows(0, stored.shape[0]).ravel(), expected)
+            stored.checksum.verify()
     assert tensors["tok_embeddings.weight"].shape == (256, 96)
 
 
@@ -141,12 +141,12 @@ def test_two_entries_of_one_name(tmp_path):
 
 
 def entries_of(data: bytes) -> list[int]:
-    """Where the entries of the central directory begin."""
-    at, found = data.index(b"PK\x01\x02"), []
+    """Offsets of the entries of the central directory."""
+    at, positions = data.index(b"PK\x01\x02"), []
     while data[at : at + 4] == b"PK\x01\x02":
-        found.append(at)
+        positions.append(at)
         at += 46 + sum(struct.unpack_from("<HHH", data, at + 28))
-    return found
+    return positions
 
 
 def patched(path: Path, at: int, form: str, *values: int) -> Path:
@@ -157,7 +157,7 @@ def patched(path: Path, at: int, form: str, *values: int) -> Path:
 
 
 def test_overlapping_storages(tmp_path):
-    """The directory points two names at the same bytes, or gives an entry the length of all that follows."""
+    """Two names share the same bytes, or an entry's length covers everything after it."""
     path = good(tmp_path / "a.pth")
     data = path.read_bytes()
     entries = entries_of(data)
@@ -183,7 +183,7 @@ def test_directory_that_points_elsewhere(tmp_path):
 
 @pytest.mark.parametrize("offset", [1 << 40, (1 << 63) - 1, 1 << 63, (1 << 64) - 1])
 def test_directory_that_points_beyond_any_file(tmp_path, offset):
-    """The 64-bit place of an entry, which no system call takes."""
+    """A 64-bit offset of an entry that no system call accepts."""
     path, name = tmp_path / "a.pth", b"archive/data.pkl"
     extra = struct.pack("<HHQ", 1, 8, offset)
     entry = (
@@ -283,9 +283,9 @@ def test_flipped_bit_in_the_table_or_in_a_tensor(tmp_path):
     path.write_bytes(data)
     assert "'archive/data.pkl' does not match its checksum" in refused(path)
     path.write_bytes(whole)
-    found = read_pth(path)["b"]
+    stored = read_pth(path)["b"]
     data = bytearray(whole)
-    data[found.offset + 10] ^= 4
+    data[stored.offset + 10] ^= 4
     path.write_bytes(data)
     with pytest.raises(UserError, match="the bytes of b do not match their checksum"):
         read_pth(path)["b"].checksum.verify()
@@ -303,7 +303,7 @@ def test_file_that_shrinks_while_it_is_read(tmp_path):
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_damaged_files_are_read_or_refused(tmp_path_factory, data):
-    """Bytes flipped, cut out and repeated anywhere: a clear refusal, or a reading that stays inside the file."""
+    """Bytes are flipped, removed and repeated anywhere: the file is refused, or reads stay inside it."""
     folder = tmp_path_factory.mktemp("damaged", numbered=True)
     path = good(folder / "a.pth")
     content = bytearray(path.read_bytes())
@@ -314,9 +314,9 @@ def test_damaged_files_are_read_or_refused(tmp_path_factory, data):
     del content[start : start + data.draw(st.sampled_from([0, 0, 0, 1, 8, 64]))]
     path.write_bytes(content)
     try:
-        for found in read_pth(path).values():
-            if found.shape:
-                assert found.rows(0, found.shape[0]).shape == found.shape
+        for stored in read_pth(path).values():
+            if stored.shape:
+                assert stored.rows(0, stored.shape[0]).shape == stored.shape
     except UserError as error:
         assert str(error).startswith(str(path)) and "\n" not in str(error)
     shutil.rmtree(folder)
@@ -327,9 +327,9 @@ def test_damaged_files_are_read_or_refused(tmp_path_factory, data):
 def test_rows_equal_numpys_slices(tmp_path_factory, rows, columns, data):
     values = np.arange(rows * columns, dtype=np.float32).reshape(rows, columns)
     folder = tmp_path_factory.mktemp("rows", numbered=True)
-    found = read_pth(write_pth(folder / "a.pth", {"w": ("F32", values)}))["w"]
-    assert found.strides == contiguous(values.shape)
+    stored = read_pth(write_pth(folder / "a.pth", {"w": ("F32", values)}))["w"]
+    assert stored.strides == contiguous(values.shape)
     start = data.draw(st.integers(0, rows))
     stop = data.draw(st.integers(start, rows))
-    np.testing.assert_array_equal(found.rows(start, stop), values[start:stop])
+    np.testing.assert_array_equal(stored.rows(start, stop), values[start:stop])
     shutil.rmtree(folder)
