@@ -1,6 +1,6 @@
-"""Every kind of checkpoint as one `Source`: Meta's, Hugging Face's, GGUF, and the demo model.
+"""Readers that open every kind of checkpoint as a `Source`: Meta's, Hugging Face's, GGUF, and the demo model.
 
-`find.py` goes from what a person names to a path, `open.py` from the path to the reader for it.
+`find.py` turns a name into a local path, `open.py` picks the reader for that path.
 """
 
 from convert.sources.find import find_source

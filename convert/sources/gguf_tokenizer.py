@@ -1,4 +1,4 @@
-"""The tokenizer and the chat template that a GGUF carries in its metadata."""
+"""The tokenizer and the chat template in the metadata of a GGUF."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,20 +14,20 @@ _TOKENS, _TEMPLATE = "tokenizer.ggml.tokens", "tokenizer.chat_template"
 _LISTS = {_TOKENS: str, "tokenizer.ggml.merges": str, "tokenizer.ggml.token_type": int}
 _TEXTS = ("tokenizer.ggml.model", "tokenizer.ggml.pre", _TEMPLATE)
 _IDS = tuple(f"tokenizer.ggml.{kind}_token_id" for kind in ("bos", "eos", "eot", "eom"))
-# What ends an answer of Llama 3 beside the EOS token that the file names.
+# Stop tokens of Llama 3, besides the EOS token that the file names.
 _LLAMA3_ENDS = ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>")
 
 
 @dataclass(frozen=True)
 class GGUFTokenizer:
-    """`vocabulary` is None if the file carries none."""
+    """The tokenizer of a GGUF; `vocabulary` is None if the file has none."""
 
     vocabulary: Vocabulary | None
     chat_template: str | None
     max_seq_len: int
 
     def generation_config(self) -> dict[str, Any]:
-        """The ids that begin a text and end an answer, for generation_config.json."""
+        """`bos_token_id` and `eos_token_id` for generation_config.json."""
         if self.vocabulary is None:
             return {}
         special = self.vocabulary.special
@@ -37,7 +37,7 @@ class GGUFTokenizer:
         return {key: value for key, value in ids.items() if value not in (None, [])}
 
     def write(self, target: Path) -> list[str]:
-        """Write the tokenizer's files into the folder `target`; their names."""
+        """Write the tokenizer's files into the folder `target` and return their names."""
         if self.vocabulary is None:
             return []
         return write_tokenizer(
@@ -49,8 +49,8 @@ def read_tokenizer(metadata: Mapping[str, Any], args: ModelArgs, source: str) ->
     """Read the keys `tokenizer.*`; `source` names the file in messages.
 
     Raises:
-        UserError: a value of another type than the format says, an id or a token beyond the embedding, a vocabulary
-            that is not supported (`Vocabulary.from_gguf`).
+        UserError: a value of the wrong type, an id beyond the tokens, more tokens than rows of the embedding, or a
+            vocabulary that is not supported (`Vocabulary.from_gguf`).
     """
     if _TOKENS not in metadata:
         return GGUFTokenizer(None, None, args.max_seq_len)
@@ -68,7 +68,7 @@ def read_tokenizer(metadata: Mapping[str, Any], args: ModelArgs, source: str) ->
 def _check_types(metadata: Mapping[str, Any], source: str) -> None:
     for key, kind in _LISTS.items():
         value = metadata.get(key, [])
-        # Arrays of a GGUF are of one type throughout.
+        # All elements of a GGUF array have one type.
         if not isinstance(value, list) or (value and type(value[0]) is not kind):
             raise GGUFError(f"{source}: {key} must be an array of {kind.__name__}; the file is damaged")
     expected = dict.fromkeys(_TEXTS, str) | dict.fromkeys(_IDS, int) | {"tokenizer.ggml.add_bos_token": bool}

@@ -21,20 +21,20 @@ from mlx_llama3.system.files import read_json
 
 import mlx.core as mx
 
-# "weights" is what mlx-lm once called its files.
+# Early versions of mlx-lm named their files "weights".
 _SAFETENSORS = re.compile(r"(?:model(?:-\d+-of-(\d+))?|weights(?:\.\d+)?)\.safetensors")
 _TORCH = re.compile(r"pytorch_model(?:-\d+-of-(\d+))?\.bin")
 _KINDS = ((_SAFETENSORS, "model.safetensors.index.json"), (_TORCH, "pytorch_model.bin.index.json"))
-# Tables that older transformers kept among the weights; both follow from config.json.
+# Tables that older versions of transformers saved with the weights; they follow from config.json.
 _DERIVED = re.compile(r".*\.(rotary_emb\.inv_freq|masked_bias|attn\.bias)")
 
 _NO_TOKENIZER = "no tokenizer.json in the source: the new folder runs, but not on text"
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files of the set of weights that is read: safetensors before torch files. Empty if there is none.
+    """The weight files to read: safetensors if there are any, else torch files. Empty if there are none.
 
-    UserError if the index names a file that is missing, or numbered files are not complete.
+    Raises `UserError` if the index names a file that is missing, or if some of the numbered files are missing.
     """
     for pattern, index_name in _KINDS:
         names = sorted(path.name for path in folder.iterdir() if pattern.fullmatch(path.name))
@@ -47,10 +47,10 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def open_huggingface(folder: Path) -> Source:
-    """Open a folder that transformers or mlx-lm wrote; nothing but headers is read.
+    """Open a folder that transformers or mlx-lm wrote; only headers are read.
 
-    UserError if the folder's parts do not fit together: a file or tensor is missing, unknown, misshapen or there twice,
-    or the weights are quantized in a way that MLX does not read.
+    Raises `UserError` if a file or tensor is missing, a tensor is unknown, duplicated or of the wrong shape or dtype,
+    or the weights are quantized in a format that MLX does not read.
     """
     config = read_json(folder / "config.json")
     source = str(folder / "config.json")
@@ -80,7 +80,7 @@ def _check_complete(folder: Path, names: Sequence[str], pattern: re.Pattern[str]
 
 
 def _ignored(folder: Path, files: Sequence[Path]) -> list[str]:
-    """A sentence about every other set of weights in the folder."""
+    """A note that names the other weights in the folder; an empty list if there are none."""
     others = sorted(
         path.name
         for path in folder.iterdir()
@@ -97,7 +97,7 @@ def _ignored(folder: Path, files: Sequence[Path]) -> list[str]:
 
 
 def _generation_config(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """generation_config.json, completed by the ids that config.json holds."""
+    """generation_config.json, completed with the token ids of config.json."""
     path = folder / "generation_config.json"
     ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if config.get(key) is not None}
     return ids | (read_json(path) if path.exists() else {})
@@ -119,7 +119,7 @@ def _read_files(files: Sequence[Path]) -> dict[str, StoredTensor]:
 def _source_tensors(
     args: ModelArgs, stored: dict[str, StoredTensor], quantization: Mapping[str, Any], folder: Path
 ) -> dict[str, SourceTensor]:
-    """The tensors in the order of the forward pass, every one checked against the shape that config.json means."""
+    """The tensors in the order of the forward pass, each checked against the shape that config.json implies."""
     unused = dict(stored)
     tensors = {}
     for name, shape in expected_shapes(args).items():
@@ -187,7 +187,7 @@ def _packed(
 
     def dense(start: int, stop: int) -> mx.array:
         part = packed(start, stop)
-        # In float32: 16-bit arithmetic would round twice.
+        # In float32, because 16-bit arithmetic would round twice.
         factors = [array.astype(mx.float32) for array in (part.scales, part.biases)] if affine else [part.scales]
         settings = {"group_size": quantization.group_size, "bits": quantization.bits, "mode": quantization.mode}
         return mx.dequantize(part.weight, *factors, **settings, dtype=mx.float32)

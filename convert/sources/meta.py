@@ -1,4 +1,4 @@
-"""Meta's own checkpoints: `params.json`, `tokenizer.model` and one `consolidated.NN.pth` a rank."""
+"""Meta's own checkpoints: `params.json`, `tokenizer.model` and one shard `consolidated.NN.pth` per rank."""
 
 import dataclasses
 import re
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from convert.sources import unshard as merge
+from convert.sources import unshard
 from convert.sources.params_json import from_meta
 from convert.sources.source import Source, SourceTensor
 from convert.sources.tokenizer_files import write_tokenizer
@@ -37,20 +37,21 @@ def is_meta_folder(folder: Path) -> bool:
 
 
 def open_meta(folder: Path, *, rope_factor: float | None = None) -> Source:
-    """Open a folder with `params.json` and `consolidated*`; nothing but headers and the tied head is read.
+    """Open a folder with `params.json` and `consolidated*`; only headers are read, and the head if it may be tied.
 
-    `rope_factor` overrides the factor of the scaled RoPE, which Meta's file does not state (`config.from_meta`).
+    `rope_factor` overrides the RoPE scaling factor, which `params.json` does not state (`params_json.from_meta`).
 
-    UserError if a shard is missing, shards differ in their tensors, or a tensor is unknown, missing or misshapen.
+    Raises `UserError` if a shard is missing, shards differ in their tensors, or a tensor is unknown, missing or has the
+    wrong shape.
     """
     files, notes = _choose_files(folder)
     params = read_json(folder / "params.json")
-    # Refuses vision, QAT and LoRA checkpoints before their files, of which some are no plain tensors, are opened.
+    # Called first to refuse vision, QAT and LoRA checkpoints, some of whose files hold more than plain tensors.
     from_meta(params, source=str(folder / "params.json"), rope_factor=rope_factor, vocab_size=1)
     shards = [_read_shard(path) for path in files]
     _check_same_tensors(files, shards)
     args = from_meta(
-        params, source=str(folder / "params.json"), rope_factor=rope_factor, vocab_size=_vocabulary(files, shards)
+        params, source=str(folder / "params.json"), rope_factor=rope_factor, vocab_size=_vocab_size(files, shards)
     )
     if rope_factor is not None and args.rope_scaling is None:
         raise UserError(f"{folder / 'params.json'}: says nothing of use_scaled_rope, so --rope-factor has no use here")
@@ -73,7 +74,7 @@ def open_meta(folder: Path, *, rope_factor: float | None = None) -> Source:
 
 
 class _Tokenizer:
-    """`tokenizer.model` beside the shards, if it is there; read at once, so that a damaged one fails early."""
+    """`tokenizer.model` beside the shards, if it exists. It is read here, so that a damaged one fails early."""
 
     def __init__(self, folder: Path, args: ModelArgs, version: Llama3Version) -> None:
         path = folder / "tokenizer.model"
@@ -87,7 +88,7 @@ class _Tokenizer:
             )
 
     def generation_config(self) -> dict[str, Any]:
-        """The ids that begin a text and end an answer."""
+        """`bos_token_id` and `eos_token_id` for generation_config.json."""
         if self._vocabulary is None:
             return {}
         special = self._vocabulary.special
@@ -97,7 +98,7 @@ class _Tokenizer:
         }
 
     def write(self, target: Path) -> list[str]:
-        """Write the tokenizer's files into `target`; their names."""
+        """Write the tokenizer's files into the folder `target` and return their names."""
         if self._vocabulary is None:
             return []
         return write_tokenizer(
@@ -110,26 +111,28 @@ class _Tokenizer:
 
 
 def _choose_files(folder: Path) -> tuple[list[Path], list[str]]:
-    """The shards in the order of their numbers; of `.pth` and `.safetensors` one kind."""
-    found: dict[str, dict[int, Path]] = {"pth": {}, "safetensors": {}}
+    """The shards in the order of their numbers, either `.pth` or `.safetensors`; and notes for the person."""
+    shards_by_suffix: dict[str, dict[int, Path]] = {"pth": {}, "safetensors": {}}
     for path in folder.iterdir():
         if match := _SHARD.fullmatch(path.name):
-            shards = found[match[2]]
+            shards = shards_by_suffix[match[2]]
             number = int(match[1] or 0)
             if number in shards:
                 raise UserError(f"{path}: has the number of {shards[number].name}; remove one of them")
             shards[number] = path
-    kinds = [kind for kind, shards in found.items() if shards]
-    if not kinds:
+    suffixes = [suffix for suffix, shards in shards_by_suffix.items() if shards]
+    if not suffixes:
         raise UserError(f"{folder}: no consolidated.*.pth and no consolidated*.safetensors")
-    shards = found[kinds[-1]]
+    shards = shards_by_suffix[suffixes[-1]]
     count = max(shards) + 1
     for number in range(count):
         if number not in shards:
             raise UserError(
-                f"{folder}: consolidated.{number:02d}.{kinds[-1]} is missing; files up to number {count - 1} are there"
+                f"{folder}: consolidated.{number:02d}.{suffixes[-1]} is missing; "
+                f"files up to number {count - 1} are there"
             )
-    notes = [f"{folder.name} holds consolidated files of both kinds; only *.{kinds[-1]} were read"] if kinds[1:] else []
+    both = f"{folder.name} holds consolidated files of both kinds; only *.{suffixes[-1]} were read"
+    notes = [both] if suffixes[1:] else []
     return [shards[number] for number in range(count)], notes
 
 
@@ -139,12 +142,12 @@ def _read_shard(path: Path) -> Mapping[str, StoredTensor]:
 
 
 def _check_same_tensors(files: Sequence[Path], shards: Shards) -> None:
-    """Every shard holds the same names, with the same shape and dtype."""
+    """Raise `UserError` unless all shards hold the same names, each with the same shape and dtype."""
     for path, shard in zip(files[1:], shards[1:], strict=True):
-        apart = sorted(shard.keys() ^ shards[0].keys())
-        if apart:
-            holder = path if apart[0] in shard else files[0]
-            raise UserError(f"{path}: {apart[0]} is only in {holder.name}; the shards are not of one model")
+        unmatched = sorted(shard.keys() ^ shards[0].keys())
+        if unmatched:
+            holder = path if unmatched[0] in shard else files[0]
+            raise UserError(f"{path}: {unmatched[0]} is only in {holder.name}; the shards are not of one model")
         for name, tensor in shard.items():
             first = shards[0][name]
             if (tensor.shape, tensor.dtype) != (first.shape, first.dtype):
@@ -154,7 +157,7 @@ def _check_same_tensors(files: Sequence[Path], shards: Shards) -> None:
                 )
 
 
-def _vocabulary(files: Sequence[Path], shards: Shards) -> int:
+def _vocab_size(files: Sequence[Path], shards: Shards) -> int:
     embedding = shards[0].get("tok_embeddings.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise UserError(f"{files[0]}: tok_embeddings.weight is missing; this is not a Llama 3 checkpoint")
@@ -162,7 +165,7 @@ def _vocabulary(files: Sequence[Path], shards: Shards) -> int:
 
 
 def _is_tied(shards: Shards) -> bool:
-    """Whether the head is the embedding: absent, or equal to it bit by bit."""
+    """Whether the head is tied to the embedding: absent, or bit for bit equal."""
     for shard in shards:
         embedding, output = shard["tok_embeddings.weight"], shard.get("output.weight")
         if output is None:
@@ -177,7 +180,7 @@ def _is_tied(shards: Shards) -> bool:
 
 
 def _source_tensors(args: ModelArgs, files: Sequence[Path], shards: Shards) -> dict[str, SourceTensor]:
-    """The tensors in the order of the forward pass, every one checked against the shape that params.json means."""
+    """The tensors in the order of the forward pass, each checked against the shape that params.json implies."""
     expected = expected_shapes(args)
     for name in shards[0]:
         if official_to_hf(name) not in expected and name != "output.weight":
@@ -189,44 +192,45 @@ def _source_tensors(args: ModelArgs, files: Sequence[Path], shards: Shards) -> d
         official = hf_to_official(name)
         if official not in shards[0]:
             raise UserError(f"{files[0]}: tensor {official} is missing; fetch the checkpoint again")
-        tensors[name] = _merged(args, name, shape, [shard[official] for shard in shards])
+        tensors[name] = _unsharded(args, name, shape, [shard[official] for shard in shards])
     return tensors
 
 
-def _merged(args: ModelArgs, name: str, shape: tuple[int, ...], parts: list[StoredTensor]) -> SourceTensor:
-    first = parts[0]
+def _unsharded(args: ModelArgs, name: str, shape: tuple[int, ...], shards: list[StoredTensor]) -> SourceTensor:
+    first = shards[0]
     if first.dtype not in WEIGHT_DTYPES:
         raise UserError(
             f"{first.path}: {first.name} is stored as {first.dtype}; quantized checkpoints of Meta's are not read, "
             "convert the plain bfloat16 one instead"
         )
-    read = _reader(args, first.name, shape, parts)
-    origin = first.origin if len(parts) == 1 else f"{first.path.name} .. {parts[-1].path.name}: {first.name}"
+    read = _reader(args, first.name, shape, shards)
+    origin = first.origin if len(shards) == 1 else f"{first.path.name} .. {shards[-1].path.name}: {first.name}"
     return SourceTensor(
         name=name,
         shape=shape,
         dtype=first.mx_dtype,
         origin=origin,
         rows=lambda start, stop: to_mlx(read(start, stop), first.mx_dtype),
-        checksums=tuple(part.checksum for part in parts if part.checksum),
+        checksums=tuple(shard.checksum for shard in shards if shard.checksum),
     )
 
 
-def _reader(args: ModelArgs, official: str, shape: tuple[int, ...], parts: list[StoredTensor]) -> merge.ReadRows:
-    """How this tensor was cut, judged by its name and checked by its shape."""
-    kind = official.split(".")[-2]
-    local, count = parts[0].shape, len(parts)
+def _reader(args: ModelArgs, official: str, shape: tuple[int, ...], shards: list[StoredTensor]) -> unshard.ReadRows:
+    """Read the whole tensor from its shards. Its name tells along which axis it was split; its shape is the check."""
+    module = official.split(".")[-2]
+    local, count = shards[0].shape, len(shards)
     if len(shape) == 1:
-        merged, read = local, merge.agreeing(parts)
-    elif kind in ("wo", "w2"):
-        merged, read = (*local[:1], *(axis * count for axis in local[1:])), merge.join_columns(parts)
+        merged, read = local, unshard.first_if_equal(shards)
+    elif module in ("wo", "w2"):
+        merged, read = (*local[:1], *(axis * count for axis in local[1:])), unshard.join_columns(shards)
     else:
-        merged, read = (local[0] * count if local else 0, *local[1:]), merge.stack_rows(parts)
-    copies = merged[0] // shape[0] if kind in ("wk", "wv") else 1
+        merged, read = (local[0] * count if local else 0, *local[1:]), unshard.stack_rows(shards)
+    copies = merged[0] // shape[0] if module in ("wk", "wv") else 1
     if copies > 1 and count % copies == 0 and merged == (shape[0] * copies, shape[1]):
-        merged, read = shape, merge.identical([parts[at : at + copies] for at in range(0, count, copies)])
+        merged, read = shape, unshard.drop_copies([shards[at : at + copies] for at in range(0, count, copies)])
     if merged != shape:
         raise UserError(
-            f"{parts[0].path}: {official} has shape {local} in each of {count} shards, params.json means {shape} in all"
+            f"{shards[0].path}: {official} has shape {local} in each of {count} shards, "
+            f"params.json means {shape} in all"
         )
-    return merge.half_split(read, args.head_dim) if kind in ("wq", "wk") else read
+    return unshard.half_split(read, args.head_dim) if module in ("wq", "wk") else read

@@ -1,4 +1,4 @@
-"""Recognises what a path holds and opens it with the right reader."""
+"""Recognises the kind of checkpoint at a path and opens it with its reader."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,27 +9,27 @@ from convert.sources.meta import is_meta_folder, open_meta
 from convert.sources.source import Source
 from mlx_llama3.errors import UserError
 
-_SHOWN = 6
+_MAX_LISTED = 6
 
 
 def open_source(path: Path | str, *, rope_factor: float | None = None, exact_scales: bool = False) -> Source:
-    """Open a checkpoint of any known kind: a `.gguf` file, or a folder of Meta's, of Hugging Face's or of MLX's.
+    """Open a checkpoint of any known kind: a `.gguf` file, or a folder of Meta, Hugging Face or MLX format.
 
-    `rope_factor` is for Meta's checkpoints alone (`meta.open_meta`), `exact_scales` for GGUF (`gguf.open_gguf`).
-    UserError if an option is not for this kind, or says what was found if it is none of these.
+    `rope_factor` is only for Meta's checkpoints (`meta.open_meta`), `exact_scales` only for GGUF (`gguf.open_gguf`).
+    Raises `UserError` if an option is not for this kind, or if the path holds no checkpoint.
     """
-    opener, place = _recognised(Path(path))
+    opener, location = _recognised(Path(path))
     if rope_factor is not None and opener is not open_meta:
         raise UserError(f"{path}: --rope-factor is for Meta's checkpoints; this one states its own, leave it out")
     if exact_scales and opener is not open_gguf:
         raise UserError(f"{path}: --exact-scales is for GGUF files; leave it out")
     if opener is open_meta:
-        return open_meta(place, rope_factor=rope_factor)
-    return open_gguf(place, exact_scales=exact_scales) if opener is open_gguf else open_huggingface(place)
+        return open_meta(location, rope_factor=rope_factor)
+    return open_gguf(location, exact_scales=exact_scales) if opener is open_gguf else open_huggingface(location)
 
 
 def _recognised(path: Path) -> tuple[Callable[..., Source], Path]:
-    """The reader for what lies at `path`, and the file or folder to give it."""
+    """The reader for `path`, and the file or folder to give it."""
     if not path.exists():
         raise UserError(f"{path}: no such file or folder")
     if path.is_file():
@@ -47,7 +47,7 @@ def _recognised(path: Path) -> tuple[Callable[..., Source], Path]:
 
 
 def _missing(folder: Path) -> str:
-    """What there is, and what would have been needed."""
+    """For a message: what the folder holds, and what is missing."""
     names = sorted(path.name for path in folder.iterdir())
     if (folder / "config.json").exists():
         return "config.json is there, but no model*.safetensors and no pytorch_model*.bin"
@@ -55,8 +55,8 @@ def _missing(folder: Path) -> str:
         return "consolidated files are there, but no params.json"
     if any(name.endswith((".safetensors", ".bin")) for name in names):
         return "weights are there, but no config.json"
-    shown = ", ".join(names[:_SHOWN]) + (" ..." if names[_SHOWN:] else "")
+    listed = ", ".join(names[:_MAX_LISTED]) + (" ..." if names[_MAX_LISTED:] else "")
     return (
-        f"found {shown or 'nothing'}; expected params.json with consolidated.*.pth, or config.json with "
+        f"found {listed or 'nothing'}; expected params.json with consolidated.*.pth, or config.json with "
         "model*.safetensors, or a .gguf file"
     )

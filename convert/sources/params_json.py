@@ -8,7 +8,7 @@ from mlx_llama3.model.config import ConfigError, ModelArgs, RopeScaling, llama3_
 
 
 def ffn_width(dim: int, multiple_of: int, ffn_dim_multiplier: float | None) -> int:
-    """Meta's width of the SwiGLU layer: two thirds of 4*dim, scaled, rounded up to `multiple_of`.
+    """The hidden width of the SwiGLU layer in Meta's formula: two thirds of 4*dim, scaled, rounded up to `multiple_of`.
 
     14336 / 28672 / 53248 for 8B / 70B / 405B (Meta `models/llama3/model.py`, `FeedForward.__init__`).
     """
@@ -27,13 +27,14 @@ _KNOWN = {
 def from_meta(
     params: Mapping[str, Any], *, source: str, rope_factor: float | None = None, vocab_size: int | None = None
 ) -> ModelArgs:
-    """Read Meta's `params.json` (already parsed).
+    """Turn Meta's `params.json`, already parsed, into `ModelArgs`.
 
-    The file says only `use_scaled_rope: true`; the factor comes from `llama3_rope_factor`, or from `rope_factor`.
-    `vocab_size` gives the rows of the embedding for files that say -1 ("ask the tokenizer").
+    The file states only `use_scaled_rope: true`; the factor is `rope_factor`, or by default `llama3_rope_factor`.
+    `vocab_size` is the number of rows of the embedding, for files that state -1 (to be taken from the tokenizer).
+    `source` names the file in messages.
 
     Raises:
-        ConfigError: a key is unknown or missing, or names something that this program does not run.
+        ConfigError: a key is unknown, missing or wrong, or belongs to a model that this program does not run.
     """
     for key in params:
         if key.startswith("vision_"):

@@ -1,8 +1,8 @@
-"""What every kind of checkpoint looks like to the converter: named tensors that are read in blocks of rows.
+"""The common form of every kind of checkpoint: named tensors that are read in blocks of rows.
 
-Readers (`meta.py`, `huggingface.py`, `gguf.py`) build a `Source`; the writer asks it for blocks and never learns where
-they came from. All that differs between checkpoints is undone behind `rows`: shards are merged, q and k rows are in
-Hugging Face's half-split RoPE order, names are Hugging Face's.
+Readers (`meta.py`, `huggingface.py`, `gguf.py`) build a `Source`, so the writers need not know the kind of checkpoint.
+`rows` hides the differences: shards are merged, q and k rows are in Hugging Face's half-split RoPE order, names are
+Hugging Face's.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from convert.storage.stored_tensor import Checksum
-from mlx_llama3.checkpoint.folder import Quantization
+from mlx_llama3.checkpoint.quantization import Quantization
 from mlx_llama3.model.config import ModelArgs
 from mlx_llama3.system.hub import cached_repository
 
@@ -20,7 +20,7 @@ import mlx.core as mx
 
 @dataclass(frozen=True)
 class QuantizedRows:
-    """Rows of a packed matrix, as `mx.quantize` returns them.
+    """Rows of a quantized matrix, as `mx.quantize` returns them.
 
     weight (rows, columns * bits / 32) uint32, scales and biases (rows, columns / group_size). Modes other than
     "affine" have no biases, and their scales are uint8.
@@ -35,14 +35,14 @@ class QuantizedRows:
 class SourceTensor:
     """One whole tensor of a checkpoint, under its Hugging Face name, not yet read.
 
-    `rows(start, stop)` returns rows `start` to `stop` (of axis 0) as an array of `dtype` and shape
-    (stop - start, *shape[1:]), or of float32 if the values were computed on the way; any range is allowed, and nothing
-    is kept between calls. If the checkpoint holds the tensor packed in a way that MLX reads without loss,
-    `quantization` says how and `quantized_rows(start, stop)` returns the packed rows; `rows` then returns the same
-    values unpacked, in `dtype`, which may be wider than that of the scales.
+    `rows(start, stop)` returns rows `start` to `stop` of axis 0, of shape (stop - start, *shape[1:]): in `dtype`, or in
+    float32 if the values are computed. Any range is allowed; nothing is cached between calls.
 
-    `origin` names the file (or files) and the tensor's name in it, for messages. `checksums` are those that the files
-    state for the bytes behind this tensor.
+    If the tensor can be passed on quantized, `quantization` is its MLX format and `quantized_rows(start, stop)` returns
+    the packed rows. `rows` then returns the values dense, in `dtype`, which may be wider than that of the scales.
+
+    `origin` names the file (or files) and the tensor in it, for messages. `checksums` are those that the files state
+    for the bytes of this tensor.
     """
 
     name: str
@@ -56,7 +56,7 @@ class SourceTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the unpacked tensor in `dtype`."""
+        """Bytes of the dense tensor in `dtype`."""
         count = 1
         for axis in self.shape:
             count *= axis
@@ -67,12 +67,11 @@ class SourceTensor:
 class Source:
     """A checkpoint that is open for reading.
 
-    `kind` says in words what was recognised ("Meta checkpoint, 2 shards"); `tensors` maps Hugging Face names to
-    tensors, and holds `lm_head.weight` only if the head is not tied to the embedding. `generation_config` holds what
-    becomes generation_config.json (`bos_token_id`, `eos_token_id`, and sampling defaults if the checkpoint has them).
-    `write_tokenizer(folder)` writes or copies the tokenizer's files into a folder and returns their names, none if
-    the checkpoint came without a tokenizer. `notes` are sentences the person should read (what was ignored, what was
-    assumed).
+    `kind` describes the checkpoint in words ("Meta checkpoint, 2 shards"). `tensors` maps Hugging Face names to
+    tensors; `lm_head.weight` is among them only if the head is not tied to the embedding. `generation_config` is
+    the content of generation_config.json (`bos_token_id`, `eos_token_id`, and sampling defaults if the checkpoint has
+    them). `write_tokenizer(folder)` writes the tokenizer's files into a folder and returns their names, none if the
+    checkpoint has no tokenizer. `notes` are sentences for the person: what was ignored, what was assumed.
     """
 
     path: Path
@@ -85,7 +84,7 @@ class Source:
 
     @property
     def name(self) -> str:
-        """What to call the model: the name of its repository, folder or file."""
+        """The model's name: that of its repository, folder or file."""
         path = self.path.absolute()
         path = path.parent if path.name == "original" else path
         repository, commit = cached_repository(path) or ("", "")

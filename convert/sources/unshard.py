@@ -1,7 +1,7 @@
-"""Rows of a tensor that model parallelism has cut into shards, in the order in which Hugging Face keeps them.
+"""Reads whole tensors from the shards of a model-parallel checkpoint, with rows in Hugging Face's order.
 
-How Meta cuts: fairscale's ColumnParallelLinear and VocabParallelEmbedding split axis 0, RowParallelLinear axis 1
-(`models/llama3/model.py`). All functions return bits in a numpy array, as `StoredTensor.rows` does.
+In Meta's checkpoints fairscale's ColumnParallelLinear and VocabParallelEmbedding split axis 0, RowParallelLinear axis 1
+(`models/llama3/model.py`). All readers return bits in a numpy array, as `StoredTensor.rows` does.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,13 +15,13 @@ ReadRows = Callable[[int, int], np.ndarray]
 _REPLICA_TOLERANCE = 1e-2
 
 
-def stack_rows(parts: Sequence[StoredTensor]) -> ReadRows:
-    """Shards one below the other: (rows, columns) each -> (len(parts) * rows, columns)."""
-    height = parts[0].shape[0]
+def stack_rows(shards: Sequence[StoredTensor]) -> ReadRows:
+    """Concatenate shards along axis 0: (rows, columns) each -> (len(shards) * rows, columns)."""
+    height = shards[0].shape[0]
 
     def read(start: int, stop: int) -> np.ndarray:
         pieces = [
-            parts[number].rows(max(start - number * height, 0), min(stop - number * height, height))
+            shards[number].rows(max(start - number * height, 0), min(stop - number * height, height))
             for number in range(start // height, -(-stop // height))
         ]
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
@@ -29,27 +29,30 @@ def stack_rows(parts: Sequence[StoredTensor]) -> ReadRows:
     return read
 
 
-def join_columns(parts: Sequence[StoredTensor]) -> ReadRows:
-    """Shards side by side: (rows, columns) each -> (rows, len(parts) * columns)."""
+def join_columns(shards: Sequence[StoredTensor]) -> ReadRows:
+    """Concatenate shards along axis 1: (rows, columns) each -> (rows, len(shards) * columns)."""
 
     def read(start: int, stop: int) -> np.ndarray:
-        pieces = [part.rows(start, stop) for part in parts]
+        pieces = [shard.rows(start, stop) for shard in shards]
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=1)
 
     return read
 
 
-def agreeing(parts: Sequence[StoredTensor]) -> ReadRows:
-    """Every shard holds the whole vector: the first one's, if all agree to 1e-2. Otherwise UserError on reading."""
+def first_if_equal(shards: Sequence[StoredTensor]) -> ReadRows:
+    """Return the first of equal shards, for a vector that each holds whole.
+
+    Reading raises `UserError` if they differ by more than 1e-2.
+    """
 
     def read(start: int, stop: int) -> np.ndarray:
-        first = parts[0].rows(start, stop)
-        for other in parts[1:]:
-            apart = np.abs(_float32(other.rows(start, stop), other.dtype) - _float32(first, parts[0].dtype))
-            # A NaN compares as not agreeing.
-            if not np.all(apart <= _REPLICA_TOLERANCE):
+        first = shards[0].rows(start, stop)
+        for other in shards[1:]:
+            difference = np.abs(_float32(other.rows(start, stop), other.dtype) - _float32(first, shards[0].dtype))
+            # `not (... <= ...)`, so that a NaN counts as different.
+            if not np.all(difference <= _REPLICA_TOLERANCE):
                 raise UserError(
-                    f"{other.path}: {other.name} differs from that in {parts[0].path.name}; "
+                    f"{other.path}: {other.name} differs from that in {shards[0].path.name}; "
                     "the shards are not of one model"
                 )
         return first
@@ -57,10 +60,10 @@ def agreeing(parts: Sequence[StoredTensor]) -> ReadRows:
     return read
 
 
-def identical(groups: Sequence[Sequence[StoredTensor]]) -> ReadRows:
-    """More shards than KV heads: each group of shards holds copies of the same heads. One copy of each, stacked.
+def drop_copies(groups: Sequence[Sequence[StoredTensor]]) -> ReadRows:
+    """Concatenate one shard of each group along axis 0; the shards of a group are copies.
 
-    UserError on reading if the copies differ.
+    With more shards than KV heads, several shards hold the same heads. Reading raises `UserError` if copies differ.
     """
     readers = [stack_rows(copies) for copies in zip(*groups, strict=True)]
     height = groups[0][0].shape[0]
@@ -68,9 +71,9 @@ def identical(groups: Sequence[Sequence[StoredTensor]]) -> ReadRows:
     def read(start: int, stop: int) -> np.ndarray:
         first = readers[0](start, stop)
         for number, reader in enumerate(readers[1:], 1):
-            apart = (reader(start, stop) != first).any(axis=1)
-            if apart.any():
-                group = groups[(start + int(apart.argmax())) // height]
+            differs = (reader(start, stop) != first).any(axis=1)
+            if differs.any():
+                group = groups[(start + int(differs.argmax())) // height]
                 raise UserError(
                     f"{group[number].path}: {group[number].name} should repeat the KV heads of {group[0].path.name}, "
                     "but differs from them"
@@ -81,9 +84,9 @@ def identical(groups: Sequence[Sequence[StoredTensor]]) -> ReadRows:
 
 
 def half_split(read: ReadRows, head_dim: int) -> ReadRows:
-    """Reorder the rows of q or k from Meta's RoPE layout (pairs side by side) to Hugging Face's (two halves).
+    """Reorder the rows of q or k from Meta's RoPE layout (adjacent pairs) to Hugging Face's (two halves).
 
-    Within each head, row `2 i + j` of Meta's becomes row `j * head_dim / 2 + i`.
+    Within each head, Meta's row `2 i + j` becomes row `j * head_dim / 2 + i`.
     """
 
     def reordered(start: int, stop: int) -> np.ndarray:

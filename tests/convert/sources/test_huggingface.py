@@ -1,4 +1,4 @@
-"""Hugging Face folders in all their forms: one set of weights is chosen, and every tensor is found in it."""
+"""Hugging Face folders in all their forms: one set of weights is chosen, and all tensors are read from it."""
 
 import json
 from pathlib import Path

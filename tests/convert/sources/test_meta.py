@@ -1,4 +1,4 @@
-"""Meta's checkpoints: every tensor merged from its shards equals the whole that was cut."""
+"""Meta's checkpoints: every tensor read from its shards equals the tensor before sharding."""
 
 import json
 import pickle
@@ -44,9 +44,7 @@ def test_merged_tensors_equal_the_whole(tmp_path, count, kind, dtype):
         expected = hf_rows(official, weights[official], HEAD_DIM)
         assert tensor.dtype == dtype and tensor.shape == expected.shape
         np.testing.assert_array_equal(values(source, name), expected)
-        np.testing.assert_array_equal(
-            values(source, name, block=5), expected
-        )  # blocks that cut through heads and shards
+        np.testing.assert_array_equal(values(source, name, block=5), expected)  # block borders inside heads and shards
 
 
 def test_sixteen_shards_sort_by_number(tmp_path):
@@ -234,7 +232,7 @@ def test_shards_of_models_with_other_tensors(tmp_path):
 
 
 def test_shards_of_two_models_of_one_size(tmp_path):
-    """Two finetunes: only the norms, which every shard repeats, can tell."""
+    """Shards of two fine-tunes: only the norms, which every shard repeats, show it."""
     write_meta(tmp_path / "a", 2)
     write_meta(tmp_path / "b", 2, meta_weights(seed=1))
     (tmp_path / "b" / "consolidated.01.pth").rename(tmp_path / "a" / "consolidated.01.pth")
@@ -244,7 +242,7 @@ def test_shards_of_two_models_of_one_size(tmp_path):
 
 
 def test_norms_may_differ_a_little(tmp_path):
-    """Ranks drift apart by rounding: up to 1e-2 the first one's is taken."""
+    """The norms of ranks drift apart by rounding; up to 1e-2 the first one is used."""
     write_meta(tmp_path / "a", 2)
     weights = meta_weights()
     weights["norm.weight"] = weights["norm.weight"] + np.float32(2**-7)

@@ -1,4 +1,4 @@
-"""What is written loads in transformers and mlx-lm, and gives the same ids everywhere."""
+"""The written tokenizer files load in transformers and mlx-lm and give the same ids everywhere."""
 
 import json
 
