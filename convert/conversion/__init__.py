@@ -1,6 +1,6 @@
-"""From an open source to what is written: a model folder for MLX, or a GGUF file.
+"""Writes an open source as a model folder for MLX, or as a GGUF file.
 
-A plan says what becomes of every tensor; the tensors then pass through in blocks of rows.
+A plan decides the dtype and quantization of every tensor; the tensors are then converted in blocks of rows.
 """
 
 from convert.conversion.report import Report

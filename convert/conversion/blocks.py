@@ -1,4 +1,4 @@
-"""From the steps of a plan to the blocks of rows that are written, each checked for NaN and infinity."""
+"""Reads the tensors of a plan as blocks of rows, cast or quantized, each checked for NaN and infinity."""
 
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
@@ -10,13 +10,16 @@ from mlx_llama3.errors import UserError
 
 import mlx.core as mx
 
-# Largest bits of a finite number, without the sign.
+# The bits of the largest finite number, without the sign.
 _FINITE_BITS = {mx.float16: 0x7BFF, mx.bfloat16: 0x7F7F}
 _CHECKED_ELEMENTS = 1 << 18
 
 
 class Block(NamedTuple):
-    """Rows `start` to `stop` of a step's tensor: an array for each of `PlanStep.entries`, and the values to check."""
+    """Rows `start` to `stop` of one tensor.
+
+    `arrays` are what is written, one per entry of `PlanStep.entries`; `checked` are the arrays that must be finite.
+    """
 
     step: PlanStep
     start: int
@@ -26,24 +29,24 @@ class Block(NamedTuple):
 
 
 def read_blocks(steps: Iterable[PlanStep]) -> Iterator[Block]:
-    """Read, cast and pack tensors block by block, one block ahead: MLX computes the next while the caller writes one.
+    """Read, cast and quantize tensors block by block. MLX computes the next block while the caller writes this one.
 
-    UserError, naming tensor and file, if a value is NaN or infinite, or becomes so in the dtype that is asked for.
+    Raises `UserError`, with tensor and file, if a value is NaN or infinite, or overflows the requested dtype.
     """
-    ahead: Block | None = None
+    pending: Block | None = None
     for step in steps:
         rows, size = step.tensor.shape[0], step.block_rows
         for start in range(0, rows, size):
             block = _begin(step, start, min(start + size, rows))
-            if ahead is not None:
-                yield _finish(ahead)
-            ahead = block
-    if ahead is not None:
-        yield _finish(ahead)
+            if pending is not None:
+                yield _finish(pending)
+            pending = block
+    if pending is not None:
+        yield _finish(pending)
 
 
 def _begin(step: PlanStep, start: int, stop: int) -> Block:
-    """A block whose computation has begun."""
+    """Queue the computation of a block; `_finish` waits for it."""
     if step.as_is:
         arrays = _packed_as_is(step, start, stop)
         checked = [array for array in arrays if array.dtype not in (mx.uint32, mx.uint8)]
@@ -54,7 +57,7 @@ def _begin(step: PlanStep, start: int, stop: int) -> Block:
             arrays = mx.quantize(
                 dense, group_size=quantization.group_size, bits=quantization.bits, mode=quantization.mode
             )
-            # Scales overflow where values that are finite lie too far apart.
+            # Scales can overflow although all values are finite, if the values of a group lie far apart.
             checked = [dense, *(array for array in arrays if array.dtype == step.dtype)]
     mx.async_eval(arrays, checked)
     return Block(step, start, stop, arrays, checked)
@@ -78,7 +81,7 @@ def _finish(block: Block) -> Block:
 
 
 def is_finite(array: mx.array) -> bool:
-    """Whether a floating-point array holds neither NaN nor infinity; in numpy, whose CPU code is far faster at it."""
+    """Whether a floating-point array is free of NaN and infinity; in numpy, which is far faster at it on the CPU."""
     mx.eval(array)
     if array.dtype not in _FINITE_BITS:
         return bool(np.isfinite(np.asarray(array)).all())

@@ -1,4 +1,4 @@
-"""What a conversion will write: decided for every tensor before the first byte is read."""
+"""The plan of a conversion: dtype and quantization of every tensor, decided before any weight is read."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -9,22 +9,22 @@ from convert.conversion.recipe import Recipe
 from convert.sources.source import Source, SourceTensor
 from convert.storage.safetensors_writer import Entry
 from mlx_llama3.checkpoint.config_json import to_hf
-from mlx_llama3.checkpoint.folder import Quantization
+from mlx_llama3.checkpoint.quantization import Quantization
 from mlx_llama3.errors import UserError
 
 import mlx.core as mx
 
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-# Elements a block: 32 MB in 16 bits. Quantizing on the CPU takes several times a block's float32 size on the way.
+# Elements per block: 32 MB in 16 bits. Quantizing on the CPU takes several times a block's float32 size meanwhile.
 _BLOCK_ELEMENTS = 1 << 24
 
 
 @dataclass(frozen=True)
 class PlanStep:
-    """One tensor's way: its source, the dtype of its values (of its scales, if packed), and how it is packed.
+    """One tensor to write: its source, the dtype of its values (if quantized, of its scales), and its quantization.
 
-    `as_is` passes rows on that the source holds packed already.
+    With `as_is` the source already holds it quantized like that, and its packed rows are copied.
     """
 
     tensor: SourceTensor
@@ -34,7 +34,7 @@ class PlanStep:
 
     @property
     def entries(self) -> list[Entry]:
-        """The one or three tensors that are written, in the order weight, scales, biases."""
+        """The tensors that are written: weight, and scales and biases if there are any, in this order."""
         shape, quantization = self.tensor.shape, self.quantization
         if quantization is None:
             return [Entry(self.tensor.name, self.dtype, shape)]
@@ -48,14 +48,14 @@ class PlanStep:
 
     @property
     def block_rows(self) -> int:
-        """Rows to read at a time; a multiple of 256 if it can be, so that no head is read twice."""
+        """Rows to read at a time; above 256 a multiple of 256, so that no attention head is read twice."""
         rows = max(1, _BLOCK_ELEMENTS * self.tensor.shape[0] // max(1, self.tensor.nbytes // self.tensor.dtype.size))
         return rows - rows % 256 if rows > 256 else rows
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All steps, in the order of the forward pass, and the config.json that describes the result."""
+    """All steps, in the order of the forward pass, and the config.json of the result."""
 
     steps: Sequence[PlanStep]
     config: Mapping[str, Any]
@@ -72,24 +72,31 @@ class Plan:
 
     @property
     def bits_per_weight(self) -> float:
-        """Bits written for each value of the dense model, scales and biases counted."""
+        """Bits written per weight, scales and biases included."""
         return 8 * self.nbytes / sum(step.tensor.nbytes // step.tensor.dtype.size for step in self.steps)
 
 
 def make_plan(
     source: Source, *, dtype: str | None = None, recipe: Recipe | None = None, dequantize: bool = False
 ) -> Plan:
-    """Decide dtype and packing of every tensor.
+    """Decide dtype and quantization of every tensor.
 
-    `dtype` None keeps the type that most of the source's bytes have. Without a recipe, matrices that the source holds
-    packed stay as they are, unless `dequantize` is set; with one, those that are packed as it asks stay as they are.
+    Args:
+        source: the open checkpoint.
+        dtype: a key of `DTYPES`; None takes the dtype that most of the source's values have.
+        recipe: the quantization to write. Matrices that the source already holds quantized like that are copied.
+            None keeps the source's quantization.
+        dequantize: write all matrices dense; not together with `recipe`.
+
+    Raises:
+        UserError: an unknown dtype, or both `recipe` and `dequantize`.
     """
     if dtype is not None and dtype not in DTYPES:
         raise UserError(f"--dtype: {dtype!r} is not one of {', '.join(DTYPES)}")
     if recipe and dequantize:
         raise UserError("--dequantize and --quantize contradict each other; give one of them")
-    own = {tensor.name: _own_dtype(tensor) for tensor in source.tensors.values()}
-    main = DTYPES[dtype] if dtype else _main_dtype(source, own)
+    own_dtypes = {tensor.name: _own_dtype(tensor) for tensor in source.tensors.values()}
+    main = DTYPES[dtype] if dtype else _most_common_dtype(source, own_dtypes)
     steps = []
     for tensor in source.tensors.values():
         if recipe:
@@ -97,23 +104,25 @@ def make_plan(
         else:
             quantization = None if dequantize else tensor.quantization
         as_is = quantization is not None and quantization == tensor.quantization
-        # Scales that came packed keep their own type: another one would change the values.
-        steps.append(PlanStep(tensor, own[tensor.name] if as_is and dtype is None else main, quantization, as_is))
+        # Copied scales keep their own dtype: another one would change the values.
+        steps.append(
+            PlanStep(tensor, own_dtypes[tensor.name] if as_is and dtype is None else main, quantization, as_is)
+        )
     return Plan(steps, _config(source, steps, main, recipe))
 
 
 def _own_dtype(tensor: SourceTensor) -> mx.Dtype:
-    """The type in which a tensor keeps its values: that of its scales, if it is packed and they are floats."""
+    """The dtype of a tensor's values; of its scales, if it is quantized and they are floats."""
     if tensor.quantized_rows is None or tensor.quantization.mode != "affine":
         return tensor.dtype
     return tensor.quantized_rows(0, 1).scales.dtype
 
 
-def _main_dtype(source: Source, own: Mapping[str, mx.Dtype]) -> mx.Dtype:
-    """The type behind most of the values."""
+def _most_common_dtype(source: Source, own_dtypes: Mapping[str, mx.Dtype]) -> mx.Dtype:
+    """The dtype of most values."""
     values: Counter[mx.Dtype] = Counter()
     for tensor in source.tensors.values():
-        values[own[tensor.name]] += tensor.nbytes // tensor.dtype.size
+        values[own_dtypes[tensor.name]] += tensor.nbytes // tensor.dtype.size
     return values.most_common(1)[0][0]
 
 
@@ -126,7 +135,7 @@ def _config(source: Source, steps: Sequence[PlanStep], main: mx.Dtype, recipe: R
         overrides = {
             module: _settings(quantization) for module, quantization in packed.items() if quantization != default
         }
-        # mlx-lm reads the first name; the second is the one that the hub and transformers know.
+        # mlx-lm reads the first key, the hub and transformers the second.
         config["quantization"] = config["quantization_config"] = {**_settings(default), **overrides}
     return config
 

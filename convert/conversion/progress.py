@@ -1,10 +1,10 @@
-"""The converter's progress bar: share, bytes, time left, bytes a second, and which tensor of how many."""
+"""The converter's progress bar: percentage, bytes, time left, bytes per second, and tensor i of n."""
 
 from tqdm import tqdm
 
 
 class ProgressBar(tqdm):
-    """A bar on standard error, if that is a terminal and `shown` is set; counts bytes by `update`."""
+    """A bar on standard error, if that is a terminal and `shown` is set. `update` adds bytes."""
 
     def __init__(self, nbytes: int, tensors: int, *, shown: bool) -> None:
         disable = None if shown else True
@@ -12,5 +12,5 @@ class ProgressBar(tqdm):
         self._tensors = tensors
 
     def begin(self, number: int) -> None:
-        """Say that tensor `number`, counted from 1, is being written."""
+        """Show that tensor `number`, counted from 1, is being written."""
         self.set_postfix_str(f"tensor {number}/{self._tensors}", refresh=False)

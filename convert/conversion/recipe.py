@@ -1,15 +1,15 @@
-"""Which matrix gets how many bits.
+"""Recipes: the quantization of each matrix.
 
-A recipe is a default and overrides, of which the last that fits a matrix decides. It comes from the command line (one
-setting for all), by name, or from a small JSON file:
+A recipe is a default and a list of overrides; the last override that matches a matrix decides. A recipe comes from the
+command line (one setting for all), by name, or from a small JSON file:
 
     {"bits": 4, "group_size": 64,
      "overrides": [{"tensors": ["w2", "wv"], "layers": "outer", "bits": 6},
                    {"tensors": ["tok_embeddings", "output"], "bits": 8},
                    {"layers": [0, -1], "bits": null}]}
 
-`tensors` are Meta's names, `layers` numbers (negative ones count from the end) or "outer", both may be left out; `bits`
-null keeps the matrix in 16 bits; `mode` may be given in the place of `bits`.
+`tensors` are Meta's names. `layers` are numbers (negative ones count from the end) or "outer". Both may be left out.
+`bits` null leaves the matrix dense. `mode` may be given instead of `bits`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,14 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlx_llama3.checkpoint.folder import Quantization
+from mlx_llama3.checkpoint.quantization import Quantization
 from mlx_llama3.checkpoint.tensor_names import hf_to_official
 from mlx_llama3.errors import UserError
 from mlx_llama3.system.files import read_json
 
 BITS = (2, 3, 4, 5, 6, 8)
 GROUP_SIZES = (32, 64, 128)
-# What MLX has of the microscaling formats: one size of group each.
+# MLX's microscaling formats; each has one group size.
 MODES = {
     "mxfp4": Quantization(4, 32, "mxfp4"),
     "mxfp8": Quantization(8, 32, "mxfp8"),
@@ -36,7 +36,11 @@ _DEFAULT_GROUP = 64
 
 @dataclass(frozen=True)
 class Override:
-    """A rule for the matrices named in `tensors` (None: all) in the layers for which `applies(layer, n_layers)`."""
+    """The quantization (None: dense) of some matrices.
+
+    The override matches matrices named in `tensors` (None: all) in layers for which `applies(layer, n_layers)` is true
+    (None: all, and the matrices outside of the layers).
+    """
 
     quantization: Quantization | None
     tensors: frozenset[str] | None = None
@@ -45,16 +49,16 @@ class Override:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A default quantization and the exceptions from it; `name` is for reports."""
+    """A default quantization and its overrides; `name` is for reports."""
 
     name: str
     default: Quantization
     overrides: Sequence[Override] = ()
 
     def quantization(self, name: str, shape: tuple[int, ...], n_layers: int) -> Quantization | None:
-        """How to pack the tensor of this Hugging Face name and shape; None keeps it dense.
+        """The quantization of the tensor with this Hugging Face name and shape; None leaves it dense.
 
-        Vectors stay dense, and matrices whose rows are not a whole number of groups.
+        Vectors stay dense, as do matrices whose rows are not a whole number of groups.
         """
         official = hf_to_official(name)
         if len(shape) != 2 or official is None:
@@ -72,9 +76,9 @@ class Recipe:
 
 
 def outer(layer: int, n_layers: int) -> bool:
-    """The first and last eighth of the layers and every third between: those that suffer most from few bits.
+    """Whether a layer is in the first or last eighth, or every third between: those that lose most with few bits.
 
-    The choice of llama.cpp's Q4_K_M (`llama-quant.cpp`, `use_more_bits`) and of mlx-lm's mixed recipes.
+    The rule of llama.cpp's Q4_K_M (`llama-quant.cpp`, `use_more_bits`) and of mlx-lm's mixed recipes.
     """
     eighth = n_layers // 8
     return layer < eighth or layer >= 7 * n_layers // 8 or (layer - eighth) % 3 == 2
@@ -103,10 +107,10 @@ def make_recipe(
     quantize_embeddings: bool = True,
     quantize_head: bool = True,
 ) -> Recipe | None:
-    """The recipe that these options mean; None if nothing is to be quantized.
+    """The recipe for the command-line options; None if nothing is to be quantized.
 
-    `quantize` is a number of bits or a mode, `recipe` a name or a JSON file; one of them. UserError for values that do
-    not exist or contradict each other.
+    `quantize` is a number of bits or a mode, `recipe` a name or a JSON file; only one of them may be given. Raises
+    `UserError` for unknown values and for options that contradict each other.
     """
     if quantize is None and recipe is None:
         if group_size is not None:
@@ -120,13 +124,13 @@ def make_recipe(
         chosen = named(str(recipe), group_size or _DEFAULT_GROUP)
     else:
         chosen = _read_recipe(Path(recipe), group_size)
-    dense = {"tok_embeddings": quantize_embeddings, "output": quantize_head}
-    kept = tuple(Override(None, frozenset({matrix})) for matrix, wanted in dense.items() if not wanted)
-    return Recipe(chosen.name, chosen.default, (*chosen.overrides, *kept))
+    switches = {"tok_embeddings": quantize_embeddings, "output": quantize_head}
+    exceptions = tuple(Override(None, frozenset({matrix})) for matrix, quantized in switches.items() if not quantized)
+    return Recipe(chosen.name, chosen.default, (*chosen.overrides, *exceptions))
 
 
 def _parse(kind: Any, group_size: Any, where: str) -> Quantization:
-    """A number of bits, or a mode."""
+    """The quantization for a number of bits or a mode; `where` is the option or file for messages."""
     if kind in MODES:
         if group_size not in (None, MODES[kind].group_size):
             raise UserError(f"{where}: {kind} has groups of {MODES[kind].group_size}, not of {group_size!r}")
@@ -143,7 +147,7 @@ def _read_recipe(path: Path, group_size: int | None) -> Recipe:
     if not path.exists():
         raise UserError(f"--recipe {path}: no such file, and none of the names {', '.join(_NAMED)}")
     table = read_json(path)
-    _only(table, {"bits", "mode", "group_size", "overrides"}, str(path))
+    _refuse_unknown_keys(table, {"bits", "mode", "group_size", "overrides"}, str(path))
     group_size = group_size or table.get("group_size")
     default = _parse(table.get("mode", table.get("bits")), group_size, str(path))
     overrides = table.get("overrides", [])
@@ -157,7 +161,7 @@ def _read_recipe(path: Path, group_size: int | None) -> Recipe:
 
 
 def _read_override(entry: Mapping[str, Any], default: Quantization, where: str) -> Override:
-    _only(entry, {"tensors", "layers", "bits", "mode", "group_size"}, where)
+    _refuse_unknown_keys(entry, {"tensors", "layers", "bits", "mode", "group_size"}, where)
     if "bits" not in entry and "mode" not in entry:
         raise UserError(f"{where}: gives no bits (a number, or null for 16 bits) and no mode")
     kind = entry.get("mode", entry.get("bits"))
@@ -182,6 +186,6 @@ def _read_layers(layers: Any, where: str) -> Callable[[int, int], bool] | None:
     return lambda layer, n_layers: layer in layers or layer - n_layers in layers
 
 
-def _only(table: Mapping[str, Any], known: set[str], where: str) -> None:
+def _refuse_unknown_keys(table: Mapping[str, Any], known: set[str], where: str) -> None:
     for key in table.keys() - known:
         raise UserError(f"{where}: unknown key {key!r}; known are {', '.join(sorted(known))}")

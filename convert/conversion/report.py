@@ -1,4 +1,4 @@
-"""What a conversion did, as a person reads it: on the terminal, and as the model card of the folder."""
+"""The report of a conversion: on the terminal, and as the model card (README.md) of the folder."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ _VERIFIED = "\n## Verified\n"
 
 @dataclass(frozen=True)
 class Report:
-    """The outcome of a conversion. `nbytes` counts the tensors written, `seconds` the whole run."""
+    """The result of a conversion. `nbytes` counts the tensors written, `seconds` the whole run."""
 
     source: Path
     kind: str
@@ -44,7 +44,7 @@ class Report:
 
 
 def describe_packing(plan: Plan) -> str:
-    """'bfloat16', or '4-bit in groups of 64 (225), bfloat16 (65)': of how many tensors each."""
+    """'bfloat16', or '4-bit in groups of 64 (225), bfloat16 (65)' with the number of tensors of each kind."""
     kinds: Counter[str] = Counter()
     for step in plan.steps:
         quantization = step.quantization
@@ -61,13 +61,13 @@ def describe_packing(plan: Plan) -> str:
 
 
 def checks(checksums: int) -> str:
-    """What was checked on the way, in words."""
+    """What the conversion has checked, in words; `checksums` of the source matched."""
     text = "names and shapes as the configuration means, no NaN and no infinity"
     return f"{text}, {checksums} checksums of the source match" if checksums else text
 
 
 def model_card(source: Source, plan: Plan, checksums: int, notes: Sequence[str], *, has_tokenizer: bool) -> str:
-    """README.md of the written folder: from what, how, and what was checked."""
+    """README.md of the written folder: its source, shape and quantization, and what was checked."""
     args = source.args
     repository, commit = cached_repository(source.path) or (None, None)
     base = f"base_model: {repository}\n" if repository else ""
@@ -101,7 +101,7 @@ Checked while converting: {checks(checksums)}.
 
 
 def add_to_card(folder: Path, verification: str) -> None:
-    """Put what `verify` printed at the end of a folder's README.md, in the place of what it printed before."""
+    """Append the output of `verify` to a folder's README.md, in place of an earlier one."""
     path = folder / "README.md"
     card = path.read_text(encoding="utf-8") if path.exists() else f"# {folder.absolute().name}\n"
     text = card.split(_VERIFIED)[0] + _VERIFIED + "\n" + "".join(f"    {line}\n" for line in verification.splitlines())

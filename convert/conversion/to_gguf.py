@@ -1,4 +1,4 @@
-"""Any checkpoint to one GGUF file that llama.cpp loads: F16, Q8_0 or Q4_1, streamed in blocks of rows."""
+"""Writes any checkpoint as one GGUF file for llama.cpp: F16, Q8_0 or Q4_1, streamed in blocks of rows."""
 
 import math
 import time
@@ -33,15 +33,15 @@ from mlx_llama3.tokenizer.vocabulary.vocabulary import Vocabulary
 
 import mlx.core as mx
 
-# Elements of a block of rows: 16 MB in float32.
+# Elements per block of rows: 16 MB in float32.
 BLOCK_ELEMENTS = 1 << 22
-# A Q4_1 file keeps these in 8 bits: they suffer most, and llama.cpp too gives them more than the rest.
+# Q8_0 in a Q4_1 file: these lose most with few bits, and llama.cpp too gives them more than the rest.
 EIGHT_BIT = ("model.embed_tokens.weight", "lm_head.weight")
 
 
 @dataclass(frozen=True)
 class GGUFReport:
-    """The outcome: what was read, and how many tensors of which type were written."""
+    """The result: what was read, and the number of tensors written of each type."""
 
     kind: str
     target: Path
@@ -75,11 +75,11 @@ def to_gguf(
 
     Args:
         source: the checkpoint: a folder or a `.gguf` file.
-        target: the file; it appears at the end, whole.
-        type_name: of the matrices: "F16", "Q8_0" or "Q4_1".
+        target: the file to write; it appears only when it is complete.
+        type_name: the type of the matrices: "F16", "Q8_0" or "Q4_1".
         adapter: a folder with a LoRA adapter, of PEFT or mlx-lm, to fuse into the weights.
-        rope_factor: overrides the factor of the scaled RoPE of Meta's checkpoints.
-        overwrite: replace an existing file, at the end.
+        rope_factor: overrides the RoPE scaling factor of Meta's checkpoints.
+        overwrite: replace an existing file once all is written.
         progress: show a bar on standard error, if that is a terminal.
 
     Raises:
@@ -98,7 +98,7 @@ def to_gguf(
 
 
 def _tokenizer(source: Source) -> tuple[Vocabulary, str | None]:
-    """The vocabulary and chat template of the files that the source would write into a model folder."""
+    """The vocabulary and chat template, read from the files that the source writes into a model folder."""
     with TemporaryDirectory() as name:
         folder = Path(name)
         if not source.write_tokenizer(folder):
@@ -108,7 +108,7 @@ def _tokenizer(source: Source) -> tuple[Vocabulary, str | None]:
         tokenizer = load_tokenizer(folder)
         vocabulary = tokenizer.vocabulary
         if vocabulary.merges is None and (folder / "tokenizer.json").exists():
-            # The ranks give merges that mean the same, but several times as many.
+            # Merges computed from the ranks are equivalent, but several times as many.
             written = read_json(folder / "tokenizer.json")["model"]["merges"]
             # Current files write pairs, older ones "left right".
             merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in written]
@@ -126,11 +126,11 @@ def write_model(
     overwrite: bool = False,
     progress: bool = True,
 ) -> Mapping[str, int]:
-    """Write an open checkpoint as one GGUF file; returns how many tensors of which type.
+    """Write an open checkpoint as one GGUF file; returns the number of tensors of each type.
 
-    Vectors are F32. Matrices have `type_name`, but for those whose rows are not whole blocks of 32 (F16), and for the
+    Vectors are F32. Matrices have `type_name`, except those whose rows are not whole blocks of 32 (F16), and the
     embedding and the head of a Q4_1 file (Q8_0). Matrices that the source holds in MLX's 4-bit affine packing become
-    Q4_1 without a change of value, if their scales and biases are float16 numbers.
+    Q4_1 without a change of value, if float16 holds their scales and biases exactly.
 
     `chat_template` is the Jinja text of `tokenizer.chat_template`; the other options and errors are those of `to_gguf`.
     """
@@ -147,12 +147,12 @@ def write_model(
     size = file_size(metadata, outputs)
     check_disk(target, size)
     with staged_file(target, overwrite=overwrite) as file, ProgressBar(size, len(outputs), shown=progress) as bar:
-        counted = [replace(output, blocks=partial(_counted, output, bar, n)) for n, output in enumerate(outputs, 1)]
-        write_gguf(file, metadata, counted)
+        tracked = [replace(output, blocks=partial(_track, output, bar, n)) for n, output in enumerate(outputs, 1)]
+        write_gguf(file, metadata, tracked)
     return Counter(output.type for output in outputs)
 
 
-def _counted(output: TensorOutput, bar: ProgressBar, number: int) -> Iterator[np.ndarray]:
+def _track(output: TensorOutput, bar: ProgressBar, number: int) -> Iterator[np.ndarray]:
     bar.begin(number)
     for block in output.blocks():
         yield block
@@ -173,20 +173,20 @@ def _type_of(tensor: SourceTensor, type_name: str) -> str:
 
 
 def _blocks(tensor: SourceTensor, kind: str, head_dim: int) -> Iterator[np.ndarray]:
-    """Stored rows of a tensor, block by block: uint8 (rows, row bytes)."""
-    heads = tensor.name.endswith(("q_proj.weight", "k_proj.weight"))
-    height = max(1, BLOCK_ELEMENTS // math.prod(tensor.shape[1:]))
-    if heads:
-        height = max(head_dim, height - height % head_dim)
-    for start in range(0, tensor.shape[0], height):
-        stop = min(start + height, tensor.shape[0])
-        block = _stored(tensor, kind, start, stop)
+    """The rows of a tensor in GGUF's encoding, block by block: uint8 (rows, row bytes)."""
+    is_q_or_k = tensor.name.endswith(("q_proj.weight", "k_proj.weight"))
+    n_rows = max(1, BLOCK_ELEMENTS // math.prod(tensor.shape[1:]))
+    if is_q_or_k:
+        n_rows = max(head_dim, n_rows - n_rows % head_dim)
+    for start in range(0, tensor.shape[0], n_rows):
+        stop = min(start + n_rows, tensor.shape[0])
+        block = _encoded_rows(tensor, kind, start, stop)
         if not is_finite(block, kind):
             raise UserError(f"{tensor.origin}: holds values that are not finite, or too large for float16")
-        yield _interleaved(block, head_dim) if heads else block
+        yield _interleaved(block, head_dim) if is_q_or_k else block
 
 
-def _stored(tensor: SourceTensor, kind: str, start: int, stop: int) -> np.ndarray:
+def _encoded_rows(tensor: SourceTensor, kind: str, start: int, stop: int) -> np.ndarray:
     quantization = tensor.quantization
     if kind == "Q4_1" and quantization is not None and (quantization.mode, quantization.bits) == ("affine", 4):
         rows = tensor.quantized_rows(start, stop)
@@ -199,7 +199,7 @@ def _stored(tensor: SourceTensor, kind: str, start: int, stop: int) -> np.ndarra
 
 
 def _interleaved(rows: np.ndarray, head_dim: int) -> np.ndarray:
-    """Rows of whole heads from Hugging Face's RoPE order (halves apart) to GGUF's (pairs adjacent)."""
+    """Reorder rows of whole heads from Hugging Face's RoPE layout (two halves) to GGUF's (adjacent pairs)."""
     # (heads, 2, head_dim / 2, bytes) -> (heads, head_dim / 2, 2, bytes)
     heads = rows.reshape(-1, 2, head_dim // 2, rows.shape[-1]).swapaxes(1, 2)
     return np.ascontiguousarray(heads).reshape(rows.shape)

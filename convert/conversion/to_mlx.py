@@ -1,6 +1,6 @@
-"""The conversion itself: any checkpoint -> one MLX model folder, in little memory, whole or not at all.
+"""Converts any checkpoint into an MLX model folder, in little memory. The folder appears complete or not at all.
 
-plan -> check the disk -> for every tensor, block by block: read, merge, cast, pack, write -> flush -> rename
+plan -> check the disk -> for every tensor, block by block: read, unshard, cast, quantize, write -> flush -> rename
 """
 
 import json
@@ -26,9 +26,9 @@ from convert.storage.stored_tensor import Checksum
 
 import mlx.core as mx
 
-# Buffers of dropped blocks that MLX may keep for the next ones.
+# MLX's cache of freed buffers, for the blocks that follow.
 _CACHE_BYTES = 256 << 20
-# For tokenizer and configuration files, and the file system's own bookkeeping.
+# Room for tokenizer and configuration files and for the file system's metadata.
 _SPARE_BYTES = 64 << 20
 _LICENCES = ("LICENSE*", "USE_POLICY*", "NOTICE*")
 
@@ -47,23 +47,23 @@ def convert(
     progress: bool = True,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Report:
-    """Convert a checkpoint into a folder that this project, mlx-lm and LM Studio load.
+    """Convert a checkpoint into a model folder that this project, mlx-lm and LM Studio load.
 
     Args:
-        source: a folder of Meta's, Hugging Face's or MLX's, or a `.gguf` file.
-        target: the folder to make; it appears at the end, whole.
+        source: a folder of Meta, Hugging Face or MLX format, or a `.gguf` file.
+        target: the folder to write; it appears only when it is complete.
         dtype: "float16", "bfloat16" or "float32" for values and scales; None keeps the source's.
-        recipe: how to quantize (`recipe.make_recipe`); None keeps matrices as the source holds them.
-        dequantize: unpack matrices that the source holds quantized.
+        recipe: the quantization to write (`recipe.make_recipe`); None keeps the source's.
+        dequantize: write dense matrices where the source's are quantized.
         adapter: a folder with a LoRA adapter, of PEFT or mlx-lm, to fuse into the weights.
-        rope_factor: overrides the factor of the scaled RoPE of Meta's checkpoints.
+        rope_factor: overrides the RoPE scaling factor of Meta's checkpoints.
         exact_scales: float32 scales for GGUF types whose scales need them.
-        overwrite: replace an existing target, at the end.
+        overwrite: replace an existing target once all is written.
         progress: show a bar on standard error, if that is a terminal.
-        on_progress: called with (bytes written, all bytes) after each block. What it raises ends the conversion.
+        on_progress: called with (bytes written, total bytes) after each block; it may raise to end the conversion.
 
     Raises:
-        UserError: the source is damaged, incomplete or of another kind; the target exists; the disk is too small; a
+        UserError: the source is damaged, incomplete or of an unknown kind; the target exists; the disk is too small; a
             value is NaN, infinite or too large for `dtype`. Nothing is left behind.
     """
     started = time.perf_counter()
@@ -74,10 +74,10 @@ def convert(
         opened = with_adapter(opened, Path(adapter))
     plan = make_plan(opened, dtype=dtype, recipe=recipe, dequantize=dequantize)
     check_disk(target, plan.nbytes + _SPARE_BYTES)
-    notes = [*opened.notes, *_left_dense(plan, recipe)]
+    notes = [*opened.notes, *_dense_notes(plan, recipe)]
     with staged_folder(target, overwrite=overwrite) as folder:
         checksums = _write_tensors(plan, folder, progress, on_progress)
-        _write_rest(opened, plan, folder, checksums, notes)
+        _write_other_files(opened, plan, folder, checksums, notes)
     return Report(
         source=opened.path,
         kind=opened.kind,
@@ -96,7 +96,7 @@ def convert(
 def _write_tensors(
     plan: Plan, folder: Path, progress: bool, on_progress: Callable[[int, int], None] | None = None
 ) -> int:
-    """Write all tensors; returns how many checksums of the source were verified."""
+    """Write all tensors; returns the number of checksums of the source that were verified."""
     writer = SafetensorsWriter(folder, plan.entries)
     bar = ProgressBar(writer.nbytes, len(plan.steps), shown=progress)
     verified: set[tuple[Path, int]] = set()
@@ -128,9 +128,9 @@ def _small_cache() -> Iterator[None]:
 
 
 def _with_checksums(steps: Sequence[PlanStep], verified: set[tuple[Path, int]]) -> Iterator[PlanStep]:
-    """Yield the steps while another thread verifies the checksums of the step after, which also reads it ahead.
+    """Yield the steps; meanwhile a thread verifies the checksums of the next one, which also reads it ahead.
 
-    A checksum that does not match raises before the conversion ends, so before anything appears.
+    A checksum that does not match raises before its tensor is converted.
     """
 
     def verify(checksums: Sequence[Checksum]) -> None:
@@ -140,15 +140,15 @@ def _with_checksums(steps: Sequence[PlanStep], verified: set[tuple[Path, int]]) 
                 verified.add((checksum.path, checksum.offset))
 
     with ThreadPoolExecutor(1) as thread:
-        ahead: Future[None] = thread.submit(verify, steps[0].tensor.checksums)
+        verification: Future[None] = thread.submit(verify, steps[0].tensor.checksums)
         for step, following in zip(steps, [*steps[1:], None], strict=True):
-            ahead.result()
+            verification.result()
             if following:
-                ahead = thread.submit(verify, following.tensor.checksums)
+                verification = thread.submit(verify, following.tensor.checksums)
             yield step
 
 
-def _write_rest(source: Source, plan: Plan, folder: Path, checksums: int, notes: Sequence[str]) -> None:
+def _write_other_files(source: Source, plan: Plan, folder: Path, checksums: int, notes: Sequence[str]) -> None:
     _write_json(folder / "config.json", plan.config)
     if source.generation_config:
         _write_json(folder / "generation_config.json", source.generation_config)
@@ -165,8 +165,8 @@ def _write_json(path: Path, table: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(table, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _left_dense(plan: Plan, recipe: Recipe | None) -> list[str]:
-    """A sentence if matrices could not be packed because their rows are not whole groups."""
+def _dense_notes(plan: Plan, recipe: Recipe | None) -> list[str]:
+    """A note if matrices stay dense because their rows are not whole groups; an empty list otherwise."""
     if recipe is None:
         return []
     size = recipe.default.group_size

@@ -1,4 +1,4 @@
-"""The demo model as it is kept: converted once, and free to find again."""
+"""The demo model in the cache folder: converted once, then found without pip and MLX."""
 
 import subprocess
 import sys

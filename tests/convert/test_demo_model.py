@@ -1,4 +1,4 @@
-"""The demo model through the converter: from its GGUF, and from a Hugging Face export of that, the same tokens."""
+"""The demo model, converted from its GGUF and from a Hugging Face export of that, generates the same tokens."""
 
 from pathlib import Path
 
@@ -18,13 +18,13 @@ MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]
 
 def greedy(folder: Path, count: int = 8) -> list[int]:
     model, tokenizer = load_model(folder, dtype=mx.float32), load_tokenizer(folder)
-    cache, tokens, start, found = model.make_cache(), mx.array([tokenizer.encode_chat(MESSAGES)]), 0, []
+    cache, tokens, start, generated = model.make_cache(), mx.array([tokenizer.encode_chat(MESSAGES)]), 0, []
     for _ in range(count):
         logits = model(tokens, start_pos=start, cache=cache)
         start += tokens.shape[1]
         tokens = mx.argmax(logits[:, -1:], axis=-1)
-        found.append(tokens.item())
-    return found
+        generated.append(tokens.item())
+    return generated
 
 
 @pytest.fixture(scope="module")
@@ -45,9 +45,9 @@ def test_same_tokens(folders):
 
 def test_packed_matrices_hold_the_ggufs_values_exactly(folders, demo_gguf):
     """Q4_1 and Q8_0 map to MLX's affine packing without loss; norms are cast to float16."""
-    found = list(compare(open_huggingface(folders["packed"]), open_source(demo_gguf)))
-    assert len(found) == 272 and all(comparison.exact for comparison in found)
-    assert sum("4-bit" in c.packing for c in found) == 210
+    comparisons = list(compare(open_huggingface(folders["packed"]), open_source(demo_gguf)))
+    assert len(comparisons) == 272 and all(comparison.exact for comparison in comparisons)
+    assert sum("4-bit" in c.packing for c in comparisons) == 210
 
 
 def test_tokenizer_files_are_carried_on(folders):

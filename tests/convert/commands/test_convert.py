@@ -1,4 +1,4 @@
-"""The converter's command line: `python -m convert` and `mlx-llama3 convert` are one."""
+"""The converter's command line: `python -m convert` and `mlx-llama3 convert` behave the same."""
 
 import contextlib
 import json
@@ -36,15 +36,15 @@ def module(*arguments: str | Path) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-m", "convert", *map(str, arguments)], capture_output=True, text=True)
 
 
-def test_both_commands_tell_one_story(capsys, monkeypatch):
+def test_both_commands_have_the_same_help(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
-    told = []
+    help_texts = []
     for command, argv in ((main, ["--help"]), (cli.main, ["convert", "--help"])):
         with contextlib.suppress(SystemExit):
             command(argv)
-        told.append(capsys.readouterr().out.split("\n\n", 1)[1])
-    ours = [line for line in told[0].splitlines() if "--debug" not in line]
-    assert ours == told[1].splitlines() and any("--quantize" in line for line in ours)
+        help_texts.append(capsys.readouterr().out.split("\n\n", 1)[1])
+    ours = [line for line in help_texts[0].splitlines() if "--debug" not in line]
+    assert ours == help_texts[1].splitlines() and any("--quantize" in line for line in ours)
 
 
 def test_help_needs_no_mlx():
@@ -67,12 +67,12 @@ def test_report_on_standard_output_and_nothing_else_in_a_pipe(folder, tmp_path):
 def test_progress_on_a_terminal(tmp_path, to):
     write_tiny(tmp_path / "in.gguf")
     command = ["-m", "convert", str(tmp_path / "in.gguf"), str(tmp_path / "out"), "--to", to]
-    # Drawn at each change, since this is over sooner than the next drawing.
+    # Redrawn at every update, because the conversion ends before the next timed redraw.
     environment = os.environ | {"TQDM_MININTERVAL": "0"}
     child = pexpect.spawn(sys.executable, command, env=environment, dimensions=(24, 120), timeout=60)
     child.expect(pexpect.EOF)
     shown = child.before.decode()
-    # Share, bytes of all bytes, time left, bytes a second, tensor of all tensors.
+    # Percentage, bytes of total bytes, time left, bytes per second, tensor i of n.
     bar = r"convert: +\d+%\|.*\| \S+M?/\S+M \[\d\d:\d\d<\d\d:\d\d, .*B/s, tensor \d+/20\]"
     assert re.search(bar, shown), shown
     assert "MB/s" in shown.rstrip().splitlines()[-1], "the report, without a bar behind it"
@@ -105,9 +105,9 @@ def test_options_reach_the_converter(folder, tmp_path, options, expected):
 def test_dense_embedding_head_and_another_type(folder, tmp_path):
     options = ["--quantize", "8", "--group-size", "32", "--keep-embeddings", "--keep-head", "--dtype", "bfloat16"]
     assert main([str(folder), str(tmp_path / "out"), *options, "--quiet"]) == 0
-    found = mx.load(str(tmp_path / "out" / "model.safetensors"))
-    assert found["model.embed_tokens.weight"].dtype == found["lm_head.weight"].dtype == mx.bfloat16
-    assert found["model.layers.0.mlp.up_proj.weight"].dtype == mx.uint32
+    tensors = mx.load(str(tmp_path / "out" / "model.safetensors"))
+    assert tensors["model.embed_tokens.weight"].dtype == tensors["lm_head.weight"].dtype == mx.bfloat16
+    assert tensors["model.layers.0.mlp.up_proj.weight"].dtype == mx.uint32
 
 
 def test_to_gguf(tmp_path, capsys):

@@ -22,7 +22,7 @@ def load(path: Path, **options):
 
 
 def logits(path: Path, tokens: list[int]) -> np.ndarray:
-    """Of every position: (tokens, vocabulary) float32."""
+    """The logits of every position: (tokens, vocab_size) float32."""
     model = load(path, n_ctx=len(tokens) + 8, n_batch=len(tokens), n_ubatch=len(tokens), logits_all=True)
     model.eval(tokens)
     return model.scores[: len(tokens)].copy()
@@ -36,13 +36,13 @@ def test_logits_are_those_of_metas_reference(tmp_path, name):
     llama_cpp_record.write(name, path)
     assert llama_cpp_record.digest(path) == llama_cpp_record.RECORD["sha256"][name]
     for tokens, reference in zip(expected["tokens"].tolist(), np.array(expected["logits"]), strict=True):
-        found = logits(path, tokens)[-len(reference) :]
-        np.testing.assert_allclose(found, reference, atol=2e-2)
+        actual = logits(path, tokens)[-len(reference) :]
+        np.testing.assert_allclose(actual, reference, atol=2e-2)
 
 
 @pytest.mark.parametrize("type_name", ["F16", "Q8_0", "Q4_1"])
 def test_demo_goes_through_gguf(tmp_path, demo_gguf, demo_folder, type_name):
-    """Written anew from the converted folder: the same token ids, and in Q4_1 the same logits to the last bit."""
+    """The demo written to GGUF again from the converted folder: equal token ids, and in Q4_1 bit-identical logits."""
     path = tmp_path / "demo.gguf"
     to_gguf(demo_folder, path, type_name=type_name, progress=False)
     record = json.loads((llama_cpp_record.DATA / "smollm2-greedy.json").read_text())[2]  # clear answers
@@ -57,7 +57,7 @@ def test_demo_goes_through_gguf(tmp_path, demo_gguf, demo_folder, type_name):
             assert model.tokenize(text.encode(), False, special) == original.tokenize(text.encode(), False, special)
     assert model.metadata["tokenizer.chat_template"] == original.metadata["tokenizer.chat_template"]
     assert (model.token_bos(), model.token_eos()) == (original.token_bos(), original.token_eos())
-    found, expected = (logits(file, record["prompt_ids"])[-1] for file in (path, demo_gguf))
+    actual, expected = (logits(file, record["prompt_ids"])[-1] for file in (path, demo_gguf))
     if type_name == "Q4_1":
-        np.testing.assert_array_equal(found, expected)
-    assert np.argmax(found) == record["top_ids"][0]
+        np.testing.assert_array_equal(actual, expected)
+    assert np.argmax(actual) == record["top_ids"][0]

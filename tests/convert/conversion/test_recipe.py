@@ -1,4 +1,4 @@
-"""Recipes: which matrix gets how many bits, by name, by JSON and from the options."""
+"""Recipes: which matrix gets quantization many bits, by name, by JSON and from the options."""
 
 import json
 
@@ -7,7 +7,7 @@ from tiny_models import tiny_args
 
 from convert.conversion.recipe import NAMES, Recipe, make_recipe
 from mlx_llama3.checkpoint.config_json import to_hf
-from mlx_llama3.checkpoint.folder import Quantization
+from mlx_llama3.checkpoint.quantization import Quantization
 from mlx_llama3.checkpoint.tensor_shapes import expected_shapes
 from mlx_llama3.errors import UserError
 
@@ -24,8 +24,8 @@ def layer(n: int, matrix: str) -> str:
 
 
 def bits(recipe: Recipe, name: str, shape=SHAPE) -> int | None:
-    how = recipe.quantization(name, shape, LAYERS)
-    return how.bits if how else None
+    quantization = recipe.quantization(name, shape, LAYERS)
+    return quantization.bits if quantization else None
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 5, 6, 8])

@@ -1,4 +1,4 @@
-"""Checkpoints to GGUF and back: read with our reader, with the gguf package's, and compared with what llama.cpp ran."""
+"""Checkpoints to GGUF and back: read by our reader and the gguf package, and compared with a record of llama.cpp."""
 
 import json
 import shutil
@@ -53,7 +53,7 @@ def test_demo_comes_back_byte_for_byte(tmp_path, demo_gguf, target):
 
 
 def test_demo_through_an_mlx_folder(demo_gguf, demo_folder, target):
-    """MLX's packing -> Q4_1 changes nothing but the rounding of the norms to float16."""
+    """MLX's packing -> Q4_1 changes nothing; only the norms are rounded, to float16."""
     to_gguf(demo_folder, target, type_name="Q4_1", progress=False)
     ours, original = read_gguf(target).tensors, read_gguf(demo_gguf).tensors
     for name, tensor in original.items():
@@ -75,9 +75,9 @@ def test_model_comes_back(tmp_path, target, scaling):
     matrices = sum(w.ndim == 2 for w in weights.values())
     assert types == {"F16": matrices, "F32": len(weights) - matrices + (scaling is not None)}
     assert open_gguf(target).args == args
-    for name, found in values(target).items():
+    for name, actual in values(target).items():
         expected = weights[name] if weights[name].ndim == 1 else weights[name].astype(np.float16).astype(np.float32)
-        np.testing.assert_array_equal(found, expected, err_msg=name)
+        np.testing.assert_array_equal(actual, expected, err_msg=name)
     stored = {tensor.name: tensor for tensor in gguf.GGUFReader(target).tensors}
     if scaling:
         np.testing.assert_array_equal(stored["rope_freqs.weight"].data, rope_factors(args))
@@ -136,22 +136,22 @@ def test_rows_that_are_not_whole_blocks_stay_in_16_bits(tmp_path, target):
 @pytest.mark.parametrize("group_size", [32, 64])
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32])
 def test_mlx_4_bit_folders(tmp_path, target, group_size, dtype):
-    """Scales that are float16 numbers: value for value the same. Others: quantized anew."""
+    """Scales that float16 holds exactly: no value changes. Other scales: the matrix is quantized again."""
     args = tiny_args(dim=128, hidden_dim=128, head_dim=32)
     weights = {name: weight.astype(dtype) for name, weight in random_weights(args).items()}
     packed = quantized(weights, group_size=group_size)
-    how = {"quantization": {"group_size": group_size, "bits": 4}}
-    source = open_source(write_folder(tmp_path / "folder", args, packed, **how))
+    config = {"quantization": {"group_size": group_size, "bits": 4}}
+    source = open_source(write_folder(tmp_path / "folder", args, packed, **config))
     write_model(source, VOCABULARY, target, type_name="Q4_1", progress=False)
     name = "model.layers.1.self_attn.q_proj"
     parts = [packed[f"{name}.weight"], *(packed[f"{name}.{part}"].astype(mx.float32) for part in ("scales", "biases"))]
     expected = np.array(mx.dequantize(*parts, group_size=group_size, bits=4))
-    found = values(target)[f"{name}.weight"]
+    actual = values(target)[f"{name}.weight"]
     if dtype == mx.float32:
-        np.testing.assert_allclose(found, expected, atol=0.6 * float(parts[1].max()))
-        assert not np.array_equal(found, expected)
+        np.testing.assert_allclose(actual, expected, atol=0.6 * float(parts[1].max()))
+        assert not np.array_equal(actual, expected)
     else:
-        np.testing.assert_array_equal(found, expected)
+        np.testing.assert_array_equal(actual, expected)
 
 
 def test_tokenizer_and_template(tmp_path, target):

@@ -1,4 +1,4 @@
-"""The whole conversion: values, dtypes, packing, and what it leaves behind when it fails or is killed."""
+"""The whole conversion: values, dtypes, quantization, and what is left when it fails or is killed."""
 
 import json
 import os
@@ -42,10 +42,10 @@ def config(folder: Path) -> dict:
     return json.loads((folder / "config.json").read_text())
 
 
-def same(found: dict[str, mx.array], expected: dict[str, mx.array]) -> None:
-    assert found.keys() == expected.keys()
+def same(actual: dict[str, mx.array], expected: dict[str, mx.array]) -> None:
+    assert actual.keys() == expected.keys()
     for name, array in expected.items():
-        assert found[name].dtype == array.dtype and mx.array_equal(found[name], array).item(), name
+        assert actual[name].dtype == array.dtype and mx.array_equal(actual[name], array).item(), name
 
 
 @pytest.mark.parametrize("name", ["llama3-1shard", "llama31-2shards", "llama31-long", "llama31-4shards-fp16"])
@@ -78,17 +78,17 @@ def test_biases_are_refused_in_a_clear_word(tmp_path, key):
 
 @pytest.mark.parametrize("block", [1 << 24, 64 * 7, 1])
 def test_any_size_of_block_gives_the_same_file(tmp_path, monkeypatch, block):
-    """Blocks that cut through heads, shards and groups."""
+    """Block borders fall inside heads, shards and groups."""
     monkeypatch.setattr("convert.conversion.plan._BLOCK_ELEMENTS", block)
     weights = meta_weights()
     convert(write_meta(tmp_path / "in", 4, weights), tmp_path / "out", progress=False)
-    found = load(tmp_path / "out")
-    for name, array in found.items():
+    actual = load(tmp_path / "out")
+    for name, array in actual.items():
         official = hf_to_official(name)
         assert array.dtype == mx.bfloat16
         np.testing.assert_array_equal(array.astype(mx.float32), hf_rows(official, weights[official], 8))
     convert(tmp_path / "in", tmp_path / "packed", recipe=make_recipe(4, group_size=32), progress=False)
-    for name, parts in quantized(found).items():
+    for name, parts in quantized(actual).items():
         assert mx.array_equal(load(tmp_path / "packed")[name], parts).item()
 
 
@@ -110,10 +110,10 @@ def test_dtype_of_the_source_is_kept_and_strays_follow_the_rest(tmp_path):
 def test_quantized_as_mlx_does(tmp_path, bits, size):
     recipe = make_recipe(bits, group_size=size)
     report = convert(write_folder(tmp_path / "in", ARGS, HALF), tmp_path / "out", recipe=recipe, progress=False)
-    found, settings = load(tmp_path / "out"), {"group_size": size, "bits": bits, "mode": "affine"}
+    actual, settings = load(tmp_path / "out"), {"group_size": size, "bits": bits, "mode": "affine"}
     dense = {n for n, array in HALF.items() if array.shape[-1] % size}
     expected = quantized({n: array for n, array in HALF.items() if n not in dense}, bits=bits, group_size=size)
-    same(found, expected | {n: HALF[n] for n in dense})
+    same(actual, expected | {n: HALF[n] for n in dense})
     assert config(tmp_path / "out")["quantization"] == config(tmp_path / "out")["quantization_config"] == settings
     assert any("stay dense" in note for note in report.notes) == bool(dense)
 
@@ -134,9 +134,9 @@ def test_mixed_recipe_is_written_into_the_config(tmp_path):
     more = {"group_size": 64, "bits": 6, "mode": "affine"}
     modules = [f"model.layers.{n}.{m}" for n in (2, 3) for m in ("self_attn.v_proj", "mlp.down_proj")] + ["lm_head"]
     assert settings == {"group_size": 64, "bits": 3, "mode": "affine", **dict.fromkeys(modules, more)}
-    found = load(tmp_path / "out")
-    assert found["model.embed_tokens.weight"].dtype == mx.float16 and "model.embed_tokens.scales" not in found
-    assert found["lm_head.weight"].shape == (320, 64 * 6 // 32)
+    actual = load(tmp_path / "out")
+    assert actual["model.embed_tokens.weight"].dtype == mx.float16 and "model.embed_tokens.scales" not in actual
+    assert actual["lm_head.weight"].shape == (320, 64 * 6 // 32)
     assert load_model(tmp_path / "out")(mx.array([[1, 2, 3]])).shape == (1, 3, 320)
 
 
@@ -153,7 +153,7 @@ class TestPackedSource:
         return write_folder(tmp_path / "in", ARGS, packed, quantization=settings)
 
     def unpack(self, packed) -> mx.array:
-        """The head in float16, rounded once."""
+        """The dequantized head in float16, rounded once."""
         factors = [packed[f"lm_head.{part}"].astype(mx.float32) for part in ("scales", "biases")]
         return mx.dequantize(packed["lm_head.weight"], *factors, group_size=32, bits=4).astype(mx.float16)
 
@@ -173,16 +173,16 @@ class TestPackedSource:
 
     def test_unpacked(self, folder, packed, tmp_path):
         convert(folder, tmp_path / "out", dequantize=True, progress=False)
-        found = load(tmp_path / "out")
-        assert found.keys() == WEIGHTS.keys() and "quantization" not in config(tmp_path / "out")
-        assert mx.array_equal(found["lm_head.weight"], self.unpack(packed)).item()
+        actual = load(tmp_path / "out")
+        assert actual.keys() == WEIGHTS.keys() and "quantization" not in config(tmp_path / "out")
+        assert mx.array_equal(actual["lm_head.weight"], self.unpack(packed)).item()
 
     def test_quantized_anew(self, folder, packed, tmp_path):
         convert(folder, tmp_path / "out", recipe=make_recipe(8), progress=False)
-        found = load(tmp_path / "out")
+        actual = load(tmp_path / "out")
         again = mx.quantize(self.unpack(packed), group_size=64, bits=8)
-        assert mx.array_equal(found["lm_head.weight"], again[0]).item()
-        assert mx.array_equal(found["lm_head.scales"], again[1]).item()
+        assert mx.array_equal(actual["lm_head.weight"], again[0]).item()
+        assert mx.array_equal(actual["lm_head.scales"], again[1]).item()
 
     def test_both_at_once(self, folder, tmp_path):
         with pytest.raises(UserError, match="contradict"):
@@ -256,7 +256,7 @@ def test_value_too_large_for_float16(tmp_path):
 
 
 def test_flipped_bit_in_a_shard(tmp_path):
-    """The zip's checksum tells; without it the model would only be a little worse."""
+    """Only the zip's checksum detects it; the model would be slightly wrong."""
     folder = write_meta(tmp_path / "in", 2)
     path = folder / "consolidated.01.pth"
     data = bytearray(path.read_bytes())
@@ -315,7 +315,7 @@ def test_kill_9_leaves_nothing_and_the_next_run_cleans_up(tmp_path, after):
 
 
 def test_kill_9_at_any_moment(tmp_path):
-    """Killed after times from nothing to a whole conversion: the target is absent, or loads."""
+    """Killed after delays from zero to a whole conversion: the target is absent, or loads."""
     write_meta(tmp_path / "in", 2)
     command = [sys.executable, "-m", "convert", str(tmp_path / "in"), str(tmp_path / "out"), "--overwrite"]
     started = time.monotonic()
@@ -332,11 +332,11 @@ def test_kill_9_at_any_moment(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
 
 
-def test_progress_is_told_and_can_end_the_conversion(tmp_path):
+def test_progress_is_reported_and_can_end_the_conversion(tmp_path):
     folder = write_folder(tmp_path / "in", ARGS, HALF)
-    told: list[tuple[int, int]] = []
-    report = convert(folder, tmp_path / "out", progress=False, on_progress=lambda *numbers: told.append(numbers))
-    assert told == sorted(told) and told[-1] == (report.nbytes, report.nbytes) and len(told) == len(HALF)
+    calls: list[tuple[int, int]] = []
+    report = convert(folder, tmp_path / "out", progress=False, on_progress=lambda *numbers: calls.append(numbers))
+    assert calls == sorted(calls) and calls[-1] == (report.nbytes, report.nbytes) and len(calls) == len(HALF)
 
     def stop(done: int, total: int) -> None:
         if done > total / 2:
