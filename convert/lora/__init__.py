@@ -1,4 +1,4 @@
-"""LoRA adapters of PEFT and of mlx-lm: read into one table of updates, and fused into a checkpoint on the way."""
+"""LoRA adapters of PEFT and mlx-lm: read into one table of updates, and fused into the rows of a checkpoint."""
 
 from convert.lora.adapter import LoRAUpdate, read_adapter
 from convert.lora.fuse import with_adapter

@@ -1,4 +1,4 @@
-"""Reading LoRA adapters: PEFT's folder and mlx-lm's, both into one table of low-rank updates."""
+"""Reads LoRA adapters, in PEFT's format or mlx-lm's, into one table of low-rank updates."""
 
 import math
 import re
@@ -15,7 +15,7 @@ from mlx_llama3.system.files import read_json
 
 import mlx.core as mx
 
-# PEFT: `base_model.model.` + module + part; the adapter's name is "default" where it is written at all.
+# PEFT's names: `base_model.model.` + module + part. The adapter's name, if it is there, is "default".
 _PEFT = re.compile(
     r"(?:base_model\.model\.)?(?P<module>.+?)\.(?P<part>lora_embedding_[AB]|lora_[AB]|lora_magnitude_vector)"
     r"(?:\.default)?(?:\.weight)?"
@@ -24,22 +24,22 @@ _PEFT_WHOLE = re.compile(
     r"(?:base_model\.model\.)?(?P<module>.+?)(?P<base>\.base_layer)?(?:\.modules_to_save(?:\.default)?)?\.weight"
 )
 _MLX = re.compile(r"(?P<module>.+)\.(?P<part>lora_a|lora_b|m)")
-# What changes the update in ways that no low-rank product shows; must be absent, null, false or empty.
+# Settings of adapters that are more than low-rank updates; they must be absent, null, false or empty.
 _PEFT_FOREIGN = (
     "fan_in_fan_out", "lora_bias", "use_qalora", "use_bdlora", "layer_replication", "alora_invocation_tokens",
     "trainable_token_indices", "arrow_config", "monteclora_config", "kasa_config", "velora_config", "target_parameters",
 )  # fmt: skip
-# Initializations that leave the base model as it was; PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA change it.
+# Initializations that do not change the base model, unlike PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA.
 _PEFT_INITIALIZATIONS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
 @dataclass(frozen=True)
 class LoRAUpdate:
-    """What an adapter does to the matrix of one module, (rows, columns).
+    """The update of one module's matrix, (rows, columns), applied in this order.
 
-    `scale * left @ right` is added, with `left(start, stop)` giving (stop - start, rank) and `right()` (rank, columns),
-    both float32. DoRA then gives each row the length that `magnitude(start, stop)` says, (stop - start,). `whole`, if
-    it is there, first takes the matrix's place.
+    `whole`, if not None, replaces the matrix. `scale * left @ right` is added: `left(start, stop)` returns
+    (stop - start, rank), `right()` (rank, columns), both float32. For DoRA each row is then scaled to the L2 norm
+    `magnitude(start, stop)`, (stop - start,).
     """
 
     rank: int = 0
@@ -52,13 +52,14 @@ class LoRAUpdate:
 
 
 def read_adapter(folder: Path) -> dict[str, LoRAUpdate]:
-    """Module (Hugging Face name without `.weight`) -> what the adapter does to it. Only headers are read.
+    """Read the updates by module (Hugging Face name without `.weight`). Only headers are read.
 
-    `folder` holds adapter_config.json with PEFT's `adapter_model.safetensors` (or `.bin`) or mlx-lm's
-    `adapters.safetensors`. UserError for any other, and for adapters that are more than low-rank updates.
+    `folder` must hold adapter_config.json and PEFT's `adapter_model.safetensors` (or `.bin`) or mlx-lm's
+    `adapters.safetensors`. Raises `UserError` if it does not, and for adapters that cannot be fused exactly.
     """
     config = read_json(folder / "adapter_config.json")
-    peft = next((folder / f"adapter_model.{kind}" for kind in ("safetensors", "bin") if _there(folder, kind)), None)
+    candidates = (folder / f"adapter_model.{suffix}" for suffix in ("safetensors", "bin"))
+    peft = next(filter(Path.exists, candidates), None)
     if peft is not None:
         stored = read_pth(peft) if peft.suffix == ".bin" else read_safetensors(peft)[0]
         return _read_peft(config, stored, peft)
@@ -66,10 +67,6 @@ def read_adapter(folder: Path) -> dict[str, LoRAUpdate]:
     if not path.exists():
         raise UserError(f"{folder}: no adapter_model.safetensors (PEFT) and no adapters.safetensors (mlx-lm)")
     return _read_mlx(config, read_safetensors(path)[0], path)
-
-
-def _there(folder: Path, kind: str) -> bool:
-    return (folder / f"adapter_model.{kind}").exists()
 
 
 def _read_peft(config: Mapping[str, Any], stored: Mapping[str, StoredTensor], path: Path) -> dict[str, LoRAUpdate]:
@@ -84,11 +81,11 @@ def _read_peft(config: Mapping[str, Any], stored: Mapping[str, StoredTensor], pa
             f"{where}: init_lora_weights {config['init_lora_weights']!r} changes the base model; "
             "save the adapter converted to LoRA (path_initial_model_for_weight_conversion)"
         )
-    parts, wholes = _sort(stored, _PEFT)
-    updates = {module: _peft_update(module, found, config, path) for module, found in parts.items()}
+    parts_by_module, wholes = _group_parts(stored, _PEFT)
+    updates = {module: _peft_update(module, parts, config, path) for module, parts in parts_by_module.items()}
     for name, tensor in wholes.items():
         match = _PEFT_WHOLE.fullmatch(name)
-        # PEFT stores an embedding beside its update, as it was when that was trained.
+        # PEFT also saves the base weight of an embedding that it trained an update for.
         update = updates.get(match["module"]) if match else None
         if match is None or (update is not None) != (match["base"] is not None):
             raise UserError(f"{path}: {name[:100]!r} is neither part of a low-rank update nor a whole weight")
@@ -98,20 +95,20 @@ def _read_peft(config: Mapping[str, Any], stored: Mapping[str, StoredTensor], pa
     return updates
 
 
-def _sort(
+def _group_parts(
     stored: Mapping[str, StoredTensor], pattern: re.Pattern[str]
 ) -> tuple[dict[str, dict[str, StoredTensor]], dict[str, StoredTensor]]:
-    """Tensors by module and part, and those that are no part."""
-    parts: dict[str, dict[str, StoredTensor]] = {}
+    """The tensors whose names match `pattern`, by module and part; and all others by name."""
+    parts_by_module: dict[str, dict[str, StoredTensor]] = {}
     others = {}
     for name, tensor in stored.items():
         if tensor.dtype not in WEIGHT_DTYPES:
             raise UserError(f"{tensor.path}: {name[:100]!r} is stored as {tensor.dtype}, expected F32, F16 or BF16")
         if match := pattern.fullmatch(name):
-            parts.setdefault(match["module"], {})[match["part"]] = tensor
+            parts_by_module.setdefault(match["module"], {})[match["part"]] = tensor
         else:
             others[name] = tensor
-    return parts, others
+    return parts_by_module, others
 
 
 def _peft_update(module: str, parts: Mapping[str, StoredTensor], config: Mapping[str, Any], path: Path) -> LoRAUpdate:
@@ -120,11 +117,11 @@ def _peft_update(module: str, parts: Mapping[str, StoredTensor], config: Mapping
     a, b = (parts.get(f"lora_{'embedding_' if embedding else ''}{side}") for side in "AB")
     if embedding and magnitude:
         raise UserError(f"{path}: DoRA on the embedding {module} is not fused")
-    # A linear layer gets B A, (rows, rank) (rank, columns); an embedding (B A)^T, whose rows are the tokens.
+    # The update of a linear layer is B A, (rows, rank) (rank, columns); that of an embedding (B A)^T, a row per token.
     left, right = (a, b) if embedding else (b, a)
     _check_pair(left, right, module, path)
     rank = (a if a is not None else b).shape[0]
-    alpha = _pattern(config.get("alpha_pattern"), module, config.get("lora_alpha", 8), path)
+    alpha = _match_pattern(config.get("alpha_pattern"), module, config.get("lora_alpha", 8), path)
     scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
     return _update(left, right, magnitude, rank, scale, transposed=embedding, module=module)
 
@@ -134,15 +131,18 @@ def _check_pair(left: StoredTensor | None, right: StoredTensor | None, module: s
         raise UserError(f"{path}: {module} lacks one of its two low-rank matrices; fetch the adapter again")
 
 
-def _pattern(patterns: Any, module: str, default: Any, path: Path) -> float:
-    """PEFT's exceptions by module; keys are names or their ends (PEFT takes any regular expression)."""
+def _match_pattern(patterns: Any, module: str, default: Any, path: Path) -> float:
+    """The value for `module` in PEFT's `alpha_pattern`, or `default`.
+
+    A key must be a module's name or the end of one; PEFT allows any regular expression.
+    """
     value = default
-    for key, exception in (patterns or {}).items():
+    for key, override in (patterns or {}).items():
         plain = key.removeprefix("^").replace("\\.", ".")
         if not re.fullmatch(r"[\w.]+", plain):
             raise UserError(f"{path.with_name('adapter_config.json')}: the pattern {key[:80]!r} is not a module's name")
         if module == plain or (not key.startswith("^") and module.endswith(f".{plain}")):
-            value = exception
+            value = override
             break
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise UserError(f"{path.with_name('adapter_config.json')}: lora_alpha of {module} is {value!r}, not a number")
@@ -160,15 +160,15 @@ def _read_mlx(config: Mapping[str, Any], stored: Mapping[str, StoredTensor], pat
     scale = parameters.get("scale") if isinstance(parameters, Mapping) else None
     if kind not in ("lora", "dora") or isinstance(scale, bool) or not isinstance(scale, int | float):
         raise UserError(f"{path.with_name('adapter_config.json')}: expected fine_tune_type and lora_parameters.scale")
-    parts, others = _sort(stored, _MLX)
+    parts_by_module, others = _group_parts(stored, _MLX)
     for name in others:
         raise UserError(f"{path}: {name[:100]!r} is not part of a low-rank update")
-    return {module: _mlx_update(module, found, float(scale), path) for module, found in parts.items()}
+    return {module: _mlx_update(module, parts, float(scale), path) for module, parts in parts_by_module.items()}
 
 
 def _mlx_update(module: str, parts: Mapping[str, StoredTensor], scale: float, path: Path) -> LoRAUpdate:
     a, b = parts.get("lora_a"), parts.get("lora_b")
-    # A linear layer computes (x a) b, so its matrix gets (a b)^T; an embedding is a table, and gets a b.
+    # A linear layer computes (x a) b, so the update of its matrix is (a b)^T; that of an embedding table is a b.
     embedding = module.endswith("embed_tokens")
     left, right = (a, b) if embedding else (b, a)
     _check_pair(left, right, module, path)
@@ -185,7 +185,7 @@ def _update(
     transposed: bool,
     module: str,
 ) -> LoRAUpdate:
-    """Both factors as (rows, rank) and (rank, columns); `transposed` says that they are stored the other way round."""
+    """Build the update from its stored factors, (rows, rank) and (rank, columns), or `transposed`."""
     left_shape, right_shape = (left.shape[::-1], right.shape[::-1]) if transposed else (left.shape, right.shape)
     shape = (left_shape[0], right_shape[1])
     if left_shape[1] != rank or right_shape[0] != rank or (magnitude and magnitude.shape != shape[:1]):
@@ -193,8 +193,8 @@ def _update(
     return LoRAUpdate(
         rank=rank,
         scale=scale,
-        left=lambda start, stop: _all(left).T[start:stop] if transposed else _float32(left, start, stop),
-        right=lambda: _all(right).T if transposed else _all(right),
+        left=lambda start, stop: _whole_float32(left).T[start:stop] if transposed else _float32(left, start, stop),
+        right=lambda: _whole_float32(right).T if transposed else _whole_float32(right),
         magnitude=(lambda start, stop: _float32(magnitude, start, stop)) if magnitude else None,
         shape=shape,
     )
@@ -204,5 +204,5 @@ def _float32(tensor: StoredTensor, start: int, stop: int) -> mx.array:
     return to_mlx(tensor.rows(start, stop), tensor.mx_dtype).astype(mx.float32)
 
 
-def _all(tensor: StoredTensor) -> mx.array:
+def _whole_float32(tensor: StoredTensor) -> mx.array:
     return _float32(tensor, 0, tensor.shape[0])

@@ -1,4 +1,4 @@
-"""Fusing a LoRA adapter into a checkpoint on the way: a block of rows gets its update before it is cast or packed."""
+"""Fuses a LoRA adapter into a source: each block of rows is updated when it is read, before it is cast or quantized."""
 
 import dataclasses
 from functools import partial
@@ -13,10 +13,11 @@ import mlx.core as mx
 
 
 def with_adapter(source: Source, folder: Path) -> Source:
-    """The same source with the adapter in `folder` (PEFT's or mlx-lm's) fused into its tensors.
+    """Return the source with the adapter in `folder` (PEFT's or mlx-lm's) fused into its tensors.
 
-    Updates are added in float32. Matrices that the source holds packed are packed again in the same way. UserError if
-    the adapter is of a kind that cannot be fused, or changes modules or shapes that the model does not have.
+    Updates are added in float32. Matrices that are quantized in the source are quantized again in the same format.
+    Raises `UserError` if the adapter is of a kind that cannot be fused, or updates modules or shapes that the model
+    does not have.
     """
     updates = read_adapter(folder)
     if not updates:
@@ -55,8 +56,8 @@ def _rows(tensor: SourceTensor, update: LoRAUpdate, start: int, stop: int) -> mx
         # (n, rank) @ (rank, columns)
         fused += (update.scale * update.left(start, stop)) @ update.right()
     if update.magnitude is not None:
-        length = mx.linalg.norm(fused, axis=1)
-        fused *= (update.magnitude(start, stop) / length)[:, None]
+        norm = mx.linalg.norm(fused, axis=1)
+        fused *= (update.magnitude(start, stop) / norm)[:, None]
     return fused
 
 

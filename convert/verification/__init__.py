@@ -1,6 +1,6 @@
-"""The proof of a conversion: tensors compared one by one, and both models run on the same text.
+"""Checks of a conversion: all tensors are compared, and both models are run on the same text.
 
-It runs one layer at a time, so a model that does not fit into memory can be verified too.
+Only one layer is in memory at a time, so a model that does not fit into memory can be verified too.
 """
 
 from convert.verification.compare import Comparison

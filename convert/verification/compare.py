@@ -1,4 +1,4 @@
-"""What was written, held against what it came from, tensor by tensor and block by block."""
+"""Compares a converted folder with its source, tensor by tensor, in blocks of rows."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,23 +12,23 @@ from mlx_llama3.checkpoint.quantization import Quantization
 
 import mlx.core as mx
 
-# Half a step of the last bit of a scale, relative to it.
+# Largest relative error of rounding a scale to its dtype: half a unit in the last place.
 _ROUNDING = {mx.float32: 2.0**-24, mx.float16: 2.0**-11, mx.bfloat16: 2.0**-9}
 _FLOAT16_STEP = 2.0**-24
-# Largest error of the microscaling modes, relative to the largest value of a group: half the distance of the two
-# largest levels, or what lies beyond the largest one after the scale is rounded. nvfp4 also loses what its smallest
-# scale is too large for. Seen at most: 0.200, 0.059, 0.332.
+# Bounds of the error of the microscaling modes, relative to the largest value of a group: half the distance of the two
+# largest levels, or the excess of a value over the largest level once the scale is rounded. For nvfp4 the error of
+# scales below its smallest one is added. Largest errors measured: 0.200, 0.059, 0.332.
 _RELATIVE = {"mxfp4": 0.25, "mxfp8": 0.0625, "nvfp4": 0.34}
 _NVFP4_FLOOR = 6 * 2.0**-10
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One tensor of a folder beside its source.
+    """One tensor of a folder compared with its source.
 
-    `exact` says that all values are those of the source (cast to the folder's dtype), `within` that they lie within the
-    error bound of their packing. `worst` is the largest error relative to that bound, `error` and `norm` the sums of
-    squares of errors and values in blocks that are not exact.
+    `exact`: all values equal the source's, cast to the folder's dtype. `within`: all errors are within the bound of the
+    quantization. `worst` is the largest error relative to that bound. `error` and `norm` are the sums of squares of the
+    errors and of the values, over blocks that are not exact.
     """
 
     name: str
@@ -51,13 +51,13 @@ _EXACT = _Errors(True, 0.0, 0.0, 0.0)
 
 
 def compare(target: Source, source: Source) -> Iterator[Comparison]:
-    """Compare every tensor of `target` with that of `source` of the same name; both have the same names and shapes."""
+    """Compare every tensor of `target` with its namesake in `source`. Both must have the same names and shapes."""
     for name, tensor in target.tensors.items():
         yield _compare(tensor, source.tensors[name])
 
 
 def packing(quantization: Quantization | None, dtype: mx.Dtype) -> str:
-    """'bfloat16', '4-bit, groups of 64', 'mxfp4'."""
+    """Dtype or quantization in words: 'bfloat16', '4-bit, groups of 64', 'mxfp4'."""
     if quantization is None:
         return str(dtype).removeprefix("mlx.core.")
     if quantization.mode != "affine":
@@ -69,7 +69,7 @@ def _compare(target: SourceTensor, source: SourceTensor) -> Comparison:
     if target.quantization is None:
         measure = _dense
     elif target.quantization == source.quantization:
-        measure = _packed_alike
+        measure = _same_quantization
     else:
         measure = _packed
     rows, size = target.shape[0], PlanStep(source, mx.float32).block_rows
@@ -90,53 +90,53 @@ def _compare(target: SourceTensor, source: SourceTensor) -> Comparison:
 
 def _dense(target: SourceTensor, source: SourceTensor, start: int, stop: int) -> _Errors:
     expected = source.rows(start, stop).astype(target.dtype)
-    found = target.rows(start, stop)
-    exact = mx.array_equal(found, expected).item()
-    return _EXACT if exact else _Errors(False, float("inf"), *_squares(found, expected))
+    actual = target.rows(start, stop)
+    exact = mx.array_equal(actual, expected).item()
+    return _EXACT if exact else _Errors(False, float("inf"), *_squares(actual, expected))
 
 
-def _packed_alike(target: SourceTensor, source: SourceTensor, start: int, stop: int) -> _Errors:
-    """The source holds the matrix packed in the same way: it was passed on, or an adapter fused and packed again."""
-    found, expected = target.quantized_rows(start, stop), source.quantized_rows(start, stop)
-    pairs = [(found.weight, expected.weight), (found.scales, expected.scales), (found.biases, expected.biases)]
-    exact = all(mx.array_equal(f, e.astype(f.dtype)).item() for f, e in pairs if f is not None)
+def _same_quantization(target: SourceTensor, source: SourceTensor, start: int, stop: int) -> _Errors:
+    """For a source with the same quantization: packed rows were copied, or quantized again with an adapter fused."""
+    actual, expected = target.quantized_rows(start, stop), source.quantized_rows(start, stop)
+    pairs = [(actual.weight, expected.weight), (actual.scales, expected.scales), (actual.biases, expected.biases)]
+    exact = all(mx.array_equal(a, e.astype(a.dtype)).item() for a, e in pairs if a is not None)
     return _EXACT if exact else _packed(target, source, start, stop)
 
 
 def _packed(target: SourceTensor, source: SourceTensor, start: int, stop: int) -> _Errors:
-    found, expected = target.rows(start, stop), source.rows(start, stop)
-    if mx.array_equal(found, expected.astype(found.dtype)).item():
+    actual, expected = target.rows(start, stop), source.rows(start, stop)
+    if mx.array_equal(actual, expected.astype(actual.dtype)).item():
         return _EXACT
-    return _Errors(False, _beyond(target, found, expected, start, stop), *_squares(found, expected))
+    return _Errors(False, _worst_error(target, actual, expected, start, stop), *_squares(actual, expected))
 
 
-def _squares(found: mx.array, expected: mx.array) -> tuple[float, float]:
-    """Sums of squares of the errors and of the values; in numpy, whose sums are faster on the CPU."""
+def _squares(actual: mx.array, expected: mx.array) -> tuple[float, float]:
+    """Sums of squares of the errors and of the values; in numpy, which is faster at it on the CPU."""
     expected = np.asarray(expected.astype(mx.float32))
-    apart = np.asarray(found.astype(mx.float32)) - expected
-    return float(np.vdot(apart, apart)), float(np.vdot(expected, expected))
+    errors = np.asarray(actual.astype(mx.float32)) - expected
+    return float(np.vdot(errors, errors)), float(np.vdot(expected, expected))
 
 
-def _beyond(target: SourceTensor, found: mx.array, expected: mx.array, start: int, stop: int) -> float:
-    """The largest error of these rows, in units of what their packing may cost."""
+def _worst_error(target: SourceTensor, actual: mx.array, expected: mx.array, start: int, stop: int) -> float:
+    """The largest error of these rows, relative to the bound of their quantization."""
     quantization = target.quantization
     packed = target.quantized_rows(start, stop)
     groups = (stop - start, -1, quantization.group_size)
     expected = expected.astype(mx.float32).reshape(groups)
-    apart = mx.abs(found.astype(mx.float32).reshape(groups) - expected).max(axis=-1)  # (rows, groups)
+    errors = mx.abs(actual.astype(mx.float32).reshape(groups) - expected).max(axis=-1)  # (rows, groups)
     if quantization.mode != "affine":
         largest = mx.abs(expected).max(axis=-1)
         allowed = largest * _RELATIVE[quantization.mode] + (_NVFP4_FLOOR if quantization.mode == "nvfp4" else 0)
     else:
         allowed = _affine_bound(packed.scales, packed.biases, quantization.bits)
-    return float(mx.where(apart > 0, apart / allowed, 0).max().item())
+    return float(mx.where(errors > 0, errors / allowed, 0).max().item())
 
 
 def _affine_bound(scales: mx.array, biases: mx.array, bits: int) -> mx.array:
-    """One step of a group, and what rounding scale and bias to their dtype adds.
+    """Largest error of affine quantization, (rows, groups): one step, plus the rounding of scale and bias.
 
-    MLX moves the levels so that one is zero; a value at the other end may then be a whole step away, the rest half a
-    step (MLX `mlx/ops.cpp`, `affine_quantize`). A hundredth more is for the arithmetic of other devices.
+    MLX shifts the levels so that one of them is zero. A value at the other end may then be a whole step away, all
+    others half a step (MLX `mlx/ops.cpp`, `affine_quantize`). One percent is added for the arithmetic of other devices.
     """
     rounding = _ROUNDING[scales.dtype]
     scales, biases = mx.abs(scales.astype(mx.float32)), mx.abs(biases.astype(mx.float32))

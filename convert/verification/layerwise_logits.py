@@ -1,7 +1,6 @@
-"""Logits of a checkpoint without holding it in memory: one layer at a time is read, used on a text, and dropped.
+"""Logits of a checkpoint of any size: one layer at a time is read, run on the text, and freed.
 
-So a folder and the checkpoint that it came from can be run side by side whatever their size; the price is that nothing
-is kept for a second text.
+A second text reads all weights again.
 """
 
 from collections.abc import Callable
@@ -18,7 +17,7 @@ import mlx.nn as nn
 
 
 def run_layerwise(source: Source, tokens: mx.array, *, on_layer: Callable[[], None] = lambda: None) -> mx.array:
-    """Logits (S, vocab_size), float32, after each of the `tokens` (S,); all values of the model in float32.
+    """Logits (S, vocab_size), float32, for the positions of `tokens` (S,); all weights are cast to float32.
 
     `on_layer` is called after each layer, and after the head.
     """
@@ -44,7 +43,7 @@ def _embed(table: SourceTensor, tokens: mx.array) -> mx.array:
 
 
 def _whole(tensor: SourceTensor) -> mx.array:
-    """A tensor in float32, read in blocks so that no second copy of it is made."""
+    """A tensor in float32, read in blocks, so that no whole copy in the source's dtype is in memory."""
     size = PlanStep(tensor, mx.float32).block_rows
     rows = tensor.shape[0]
     blocks = [tensor.rows(at, min(at + size, rows)).astype(mx.float32) for at in range(0, rows, size)]
@@ -53,7 +52,7 @@ def _whole(tensor: SourceTensor) -> mx.array:
 
 
 def _block(source: Source, layer: int) -> TransformerBlock:
-    """One layer of the model, its weights in float32."""
+    """One transformer block, its weights in float32."""
 
     def weight(name: str) -> mx.array:
         return _whole(source.tensors[official_to_hf(f"layers.{layer}.{name}.weight")])
@@ -73,7 +72,7 @@ def _block(source: Source, layer: int) -> TransformerBlock:
 
 
 def _project(x: mx.array, head: SourceTensor) -> mx.array:
-    """(S, dim) -> (S, vocab_size), reading the head in blocks of its rows."""
+    """(S, dim) -> (S, vocab_size), with the head read in blocks of rows."""
     size, rows = PlanStep(head, mx.float32).block_rows, head.shape[0]
     logits = [x @ head.rows(at, min(at + size, rows)).astype(mx.float32).T for at in range(0, rows, size)]
     mx.eval(logits)

@@ -16,14 +16,17 @@ from mlx_llama3.tokenizer.tokenizer import load_tokenizer
 
 import mlx.core as mx
 
-# Positions a pass: the logits of 256 positions of Llama 3 take 130 MB in float32.
+# Positions per pass: the logits of 256 positions of Llama 3 take 130 MB in float32.
 _CHUNK = 256
 _CONTEXT = 2048
 
 
 @dataclass(frozen=True)
 class Perplexity:
-    """`tokens` were scored; `nll` is their mean negative log-likelihood in nats, `error` its standard error."""
+    """The result for `tokens` scored tokens.
+
+    `nll` is their mean negative log-likelihood in nats, `error` its standard error.
+    """
 
     tokens: int
     windows: int
@@ -36,8 +39,8 @@ class Perplexity:
         return math.exp(self.nll)
 
     def __str__(self) -> str:
-        spread = self.value * self.error
-        return f"perplexity {self.value:.4f} +- {spread:.4f} over {self.tokens} tokens in {self.windows} windows"
+        error = self.value * self.error
+        return f"perplexity {self.value:.4f} +- {error:.4f} over {self.tokens} tokens in {self.windows} windows"
 
 
 def perplexity(
@@ -48,17 +51,18 @@ def perplexity(
     stride: int | None = None,
     progress: bool = True,
 ) -> Perplexity:
-    """Measure a model folder.
+    """Measure the perplexity of a model folder.
 
-    Windows of `context` tokens begin every `stride` tokens; each scores only the tokens that the one before did not
-    reach, so with a small stride every token has a long context before it. If the model expects a token that begins a
-    text, it stands before each window, beyond its `context` tokens.
+    Windows of `context` tokens begin every `stride` tokens. Each scores only the tokens that the window before did not,
+    so with a small stride every token has a long context. If the model expects a BOS token, one is put before each
+    window, in addition to its `context` tokens.
 
     Args:
         folder: a model folder with its tokenizer.
         text: None takes the built-in one (`sample_text.TITLE`).
-        context: tokens of a window, at most what the model was trained for. None takes 2048, or fewer if it must.
-        stride: None takes half of `context`; at most `context`.
+        context: tokens per window; with the BOS token, at most the model's context length. None takes 2048, or less if
+            the model's is shorter.
+        stride: tokens between window starts, at most `context`. None takes half of it.
         progress: show a bar on standard error, if that is a terminal.
 
     Raises:
@@ -89,18 +93,18 @@ def score(
     stride: int,
     progress: bool = False,
 ) -> Perplexity:
-    """Score `ids` with a loaded model; `first` stands before every window. Arguments as in `perplexity`."""
+    """Score `ids` with a loaded model; `first` precedes every window. The other arguments are those of `perplexity`."""
     losses: list[mx.array] = []
     windows = list(_windows(len(ids), context, stride))
     for begin, end, scored in tqdm(windows, desc="perplexity", unit="window", disable=None if progress else True):
         losses.append(_losses(model, [*first, *ids[begin:end]])[-(end - scored) :])
-    # float64: a float32 sum over a long text would lose digits.
+    # In float64, because a float32 sum over a long text loses digits.
     values = np.asarray(mx.concatenate(losses), np.float64)
     return Perplexity(values.size, len(windows), float(values.mean()), float(values.std()) / math.sqrt(values.size))
 
 
 def _windows(length: int, context: int, stride: int) -> Iterator[tuple[int, int, int]]:
-    """Begin and end of each window, and where in the text its scored tokens begin."""
+    """Begin and end of each window, and the begin of its scored tokens, as positions in the text."""
     scored = 0
     for begin in range(0, length, stride):
         end = min(begin + context, length)
@@ -111,7 +115,7 @@ def _windows(length: int, context: int, stride: int) -> Iterator[tuple[int, int,
 
 
 def _losses(model: Transformer, ids: Sequence[int]) -> mx.array:
-    """Negative log-likelihood of every token after the first, (len(ids) - 1,), in chunks over one cache."""
+    """Negative log-likelihood of every token after the first, (len(ids) - 1,); computed in chunks over one KV cache."""
     cache, losses = model.make_cache(), [mx.zeros((0,))]
     for start in range(0, len(ids) - 1, _CHUNK):
         inputs, targets = ids[start : start + _CHUNK], mx.array(ids[start + 1 : start + _CHUNK + 1])

@@ -1,4 +1,4 @@
-"""The built-in text that `verify` and `perplexity` run models on; in the public domain, about 1,400 tokens."""
+"""The built-in text for `verify` and `perplexity`: about 1,400 tokens, in the public domain."""
 
 TITLE = "Alice's Adventures in Wonderland, opening (Lewis Carroll, 1865), and the Gettysburg Address (Lincoln, 1863)"
 

@@ -1,4 +1,4 @@
-"""The proof of a conversion: reload what was written, compare all of it with its source, and run both on one text."""
+"""Verifies a conversion: reads the folder again, compares all tensors with the source, and runs both on one text."""
 
 import math
 from collections.abc import Sequence
@@ -19,13 +19,17 @@ from mlx_llama3.tokenizer.tokenizer import load_tokenizer
 
 import mlx.core as mx
 
-# Positions of the text that are run: enough for a stable mean, and logits of half a gigabyte at most.
+# Positions of the text to run: enough for a stable mean, with at most half a gigabyte of logits.
 _POSITIONS = 512
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """Source and folder on one text: perplexities, KL divergence (nats a token), share of equal most likely tokens."""
+    """Source and folder run on one text.
+
+    `kl` is the mean KL divergence of the folder from the source, in nats per token. `agreement` is the fraction of
+    positions with the same most likely token.
+    """
 
     tokens: int
     source_perplexity: float
@@ -36,7 +40,7 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Verification:
-    """What `verify` found; `ok` says that every tensor is exact or within the bound of its packing."""
+    """The result of `verify`; `divergence` is None if the models were not run."""
 
     folder: Path
     kind: str
@@ -46,7 +50,7 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """Whether the folder is what its source means."""
+        """Whether the configurations agree and every tensor is exact or within the bound of its quantization."""
         return not self.differences and all(c.exact or c.within for c in self.comparisons)
 
     def __str__(self) -> str:
@@ -54,8 +58,8 @@ class Verification:
         by_packing: dict[str, list[Comparison]] = {}
         for comparison in self.comparisons:
             by_packing.setdefault(comparison.packing, []).append(comparison)
-        lines += [_describe(name, found) for name, found in by_packing.items()]
-        lines += [f"WRONG: {c.name}: {_wrongness(c)}" for c in self.comparisons if not (c.exact or c.within)]
+        lines += [_describe(name, comparisons) for name, comparisons in by_packing.items()]
+        lines += [f"WRONG: {c.name}: {_describe_error(c)}" for c in self.comparisons if not (c.exact or c.within)]
         if self.divergence:
             d = self.divergence
             lines += [
@@ -76,13 +80,15 @@ def verify(
     run: bool = True,
     progress: bool = True,
 ) -> Verification:
-    """Compare a converted folder with the checkpoint that it came from, in little memory.
+    """Compare a converted folder with its source checkpoint, in little memory.
 
     Args:
         folder: what `convert` (or mlx-lm) wrote.
-        against: the source, of any kind that `convert` reads; `adapter` and `rope_factor` as it was converted with.
-        text: what to run both on; None takes the built-in text.
-        run: whether to run them; without, only the tensors are compared.
+        against: the source, of any kind that `convert` reads.
+        adapter: the LoRA adapter that was fused.
+        rope_factor: the one given to `convert`.
+        text: the text to run both on; None takes the built-in text.
+        run: whether to run them; if false, only configurations and tensors are compared.
         progress: show bars on standard error, if that is a terminal.
 
     Raises:
@@ -94,8 +100,8 @@ def verify(
     differences = _differences(target, source)
     comparisons: list[Comparison] = []
     if not differences:
-        shown = tqdm(total=len(target.tensors), desc="compare", unit="tensor", disable=None if progress else True)
-        with shown as bar:
+        disable = None if progress else True
+        with tqdm(total=len(target.tensors), desc="compare", unit="tensor", disable=disable) as bar:
             for comparison in compare(target, source):
                 comparisons.append(comparison)
                 bar.update()
@@ -104,34 +110,34 @@ def verify(
 
 
 def _differences(target: Source, source: Source) -> list[str]:
-    """What of the two configurations differs, in words."""
-    found = []
+    """The differences of the two configurations and of the tensor names, in words."""
+    differences = []
     for key, value in vars(source.args).items():
         other = getattr(target.args, key)
         if other != value:
-            found.append(f"{key} is {other} in config.json, {value} in the source")
+            differences.append(f"{key} is {other} in config.json, {value} in the source")
     names = target.tensors.keys() ^ source.tensors.keys()
-    return found + [f"tensor {name} is only in one of the two" for name in sorted(names)]
+    return differences + [f"tensor {name} is only in one of the two" for name in sorted(names)]
 
 
-def _describe(name: str, found: Sequence[Comparison]) -> str:
-    exact = sum(comparison.exact for comparison in found)
-    count = f"{len(found)} tensor{'s' if len(found) > 1 else ''}"
-    if exact == len(found):
+def _describe(name: str, comparisons: Sequence[Comparison]) -> str:
+    exact = sum(comparison.exact for comparison in comparisons)
+    count = f"{len(comparisons)} tensor{'s' if len(comparisons) > 1 else ''}"
+    if exact == len(comparisons):
         return f"{name}: {count}, equal to the source"
-    error = math.sqrt(sum(c.error for c in found) / max(sum(c.norm for c in found), 1e-300))
-    worst = max(found, key=lambda comparison: comparison.worst)
+    error = math.sqrt(sum(c.error for c in comparisons) / max(sum(c.norm for c in comparisons), 1e-300))
+    worst = max(comparisons, key=lambda comparison: comparison.worst)
     return (
         f"{name}: {count}, {exact} of them equal to the source; relative RMS error {100 * error:.3g} %, "
         f"largest error {worst.worst:.2f} of the bound ({worst.name})"
     )
 
 
-def _wrongness(comparison: Comparison) -> str:
+def _describe_error(comparison: Comparison) -> str:
     if math.isinf(comparison.worst):
         error = math.sqrt(comparison.error / max(comparison.norm, 1e-300))
         return f"differs from the source, relative RMS error {error:.3g}"
-    return f"the largest error is {comparison.worst:.2f} times what {comparison.packing} may cost"
+    return f"the largest error is {comparison.worst:.2f} times the bound of {comparison.packing}"
 
 
 def _run(target: Source, source: Source, text: str, progress: bool) -> Divergence:
@@ -141,19 +147,19 @@ def _run(target: Source, source: Source, text: str, progress: bool) -> Divergenc
     tokens = mx.array(ids)
     steps = 2 * (target.args.n_layers + 1)
     with tqdm(total=steps, desc="run", unit="layer", disable=None if progress else True) as bar:
-        expected, found = (_log_probabilities(side, tokens, bar) for side in (source, target))
-    kl = mx.sum(mx.exp(expected) * (expected - found), axis=-1)
+        expected, actual = (_log_probabilities(side, tokens, bar) for side in (source, target))
+    kl = mx.sum(mx.exp(expected) * (expected - actual), axis=-1)
     return Divergence(
         tokens=len(ids),
         source_perplexity=_perplexity(expected, tokens),
-        folder_perplexity=_perplexity(found, tokens),
+        folder_perplexity=_perplexity(actual, tokens),
         kl=max(0.0, mx.mean(kl).item()),
-        agreement=mx.mean(mx.argmax(expected, axis=-1) == mx.argmax(found, axis=-1)).item(),
+        agreement=mx.mean(mx.argmax(expected, axis=-1) == mx.argmax(actual, axis=-1)).item(),
     )
 
 
 def _tokens(target: Source, text: str) -> list[int]:
-    """The ids of the text; without a tokenizer, its bytes: as good for comparing two models, though no text to them."""
+    """The token ids of the text. Without a tokenizer, its bytes: no text to the models, but enough to compare them."""
     names = ("tokenizer.json", "tokenizer.model")
     if any((target.path / name).exists() for name in names):
         return load_tokenizer(target.path).encode(text, bos=True)
@@ -161,7 +167,7 @@ def _tokens(target: Source, text: str) -> list[int]:
 
 
 def _log_probabilities(source: Source, tokens: mx.array, bar: tqdm) -> mx.array:
-    """(S, vocab_size)."""
+    """Log probabilities of the next token, (S, vocab_size)."""
     logits = run_layerwise(source, tokens, on_layer=bar.update)
     values = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
     mx.eval(values)

@@ -1,4 +1,4 @@
-"""Adapters fused on the way: the weights that PEFT and mlx-lm themselves make of them."""
+"""Fused adapters give the same weights as fusing with PEFT and with mlx-lm."""
 
 import json
 import shutil
@@ -31,10 +31,10 @@ def load(folder: Path) -> dict[str, mx.array]:
 def test_pefts_own_merge(tmp_path, name):
     """Alpha and rank by module, an embedding, a whole head, rank-stabilized scaling, DoRA; within 1e-6 in float32."""
     report = convert(PEFT / "base", tmp_path / "out", adapter=PEFT / name, dtype="float32", progress=False)
-    found, merged = load(tmp_path / "out"), mx.load(str(PEFT / name / "merged.safetensors"))
+    actual, merged = load(tmp_path / "out"), mx.load(str(PEFT / name / "merged.safetensors"))
     base = mx.load(str(PEFT / "base" / "model.safetensors"))
-    assert merged.keys() <= found.keys()
-    for key, array in found.items():
+    assert merged.keys() <= actual.keys()
+    for key, array in actual.items():
         expected = merged[key] if key in merged else base[key].astype(mx.float32)
         assert mx.abs(array - expected).max().item() <= (1e-6 if key in merged else 0), key
     assert any(mx.abs(merged[key] - base[key]).max().item() > 0.01 for key in merged)
@@ -87,11 +87,11 @@ def test_mlx_lms_own_fusion(tmp_path, monkeypatch, dora, block):
     folder = write_folder(tmp_path / "base", ARGS, WEIGHTS)
     expected = mlx_adapter(folder, tmp_path / "adapter", dora=dora, keys=KEYS)
     convert(folder, tmp_path / "out", adapter=tmp_path / "adapter", progress=False)
-    found = load(tmp_path / "out")
-    assert found.keys() == expected.keys()
+    actual = load(tmp_path / "out")
+    assert actual.keys() == expected.keys()
     changed = 0
     for name, array in expected.items():
-        assert mx.abs(found[name] - array).max().item() < 1e-5, name
+        assert mx.abs(actual[name] - array).max().item() < 1e-5, name
         changed += mx.abs(array - WEIGHTS[name]).max().item() > 1e-3
     assert changed == 6
 
@@ -101,12 +101,12 @@ def test_packed_base_is_packed_again_in_the_same_way(tmp_path):
     folder = write_folder(tmp_path / "base", ARGS, quantized(WEIGHTS), quantization=settings)
     expected = mlx_adapter(folder, tmp_path / "adapter", keys=["self_attn.q_proj"])
     convert(folder, tmp_path / "out", adapter=tmp_path / "adapter", progress=False)
-    found = load(tmp_path / "out")
+    actual = load(tmp_path / "out")
     assert (
-        found.keys() == expected.keys() and json.loads((tmp_path / "out" / "config.json").read_text())["quantization"]
+        actual.keys() == expected.keys() and json.loads((tmp_path / "out" / "config.json").read_text())["quantization"]
     )
     for part in ("weight", "scales", "biases"):
-        assert mx.array_equal(found[f"{LAYER}.{part}"], expected[f"{LAYER}.{part}"]).item()
+        assert mx.array_equal(actual[f"{LAYER}.{part}"], expected[f"{LAYER}.{part}"]).item()
 
 
 def test_fused_and_then_quantized(tmp_path):
@@ -119,7 +119,7 @@ def test_fused_and_then_quantized(tmp_path):
 
 
 def test_full_finetune_of_mlx_lm(tmp_path):
-    """All weights of some layers, in the place of a low-rank update."""
+    """A full fine-tune stores all weights of some layers, instead of low-rank updates."""
     (tmp_path / "adapter").mkdir()
     new = {f"{LAYER}.weight": mx.random.normal((64, 64)), "model.norm.weight": mx.random.normal((64,))}
     mx.save_safetensors(str(tmp_path / "adapter" / "adapters.safetensors"), new)

@@ -33,11 +33,11 @@ def model(tmp_path_factory):
 
 def test_one_window_equals_a_full_pass(model):
     """700 tokens go through the cache in three chunks."""
-    found, expected = score(model, IDS, context=1000, stride=500), losses(model, IDS)
-    assert found.tokens == 699 and found.windows == 1
-    assert found.nll == pytest.approx(expected.mean(), abs=1e-5)
-    assert found.error == pytest.approx(expected.std() / math.sqrt(699), rel=1e-3)
-    assert found.value == pytest.approx(math.exp(expected.mean()), rel=1e-5)
+    result, expected = score(model, IDS, context=1000, stride=500), losses(model, IDS)
+    assert result.tokens == 699 and result.windows == 1
+    assert result.nll == pytest.approx(expected.mean(), abs=1e-5)
+    assert result.error == pytest.approx(expected.std() / math.sqrt(699), rel=1e-3)
+    assert result.value == pytest.approx(math.exp(expected.mean()), rel=1e-5)
 
 
 @pytest.mark.parametrize("context, stride", [(100, 100), (100, 50), (100, 7), (300, 299), (2, 1)])
@@ -52,16 +52,16 @@ def test_windows_score_every_token_once_with_the_context_before_it(model, contex
         scored = end
         if end == len(ids):
             break
-    found = score(model, ids, context=context, stride=stride)
+    result = score(model, ids, context=context, stride=stride)
     # Without overlap, the first token of each window has nothing before it.
-    assert found.tokens == len(expected) == (306 if stride < context else 306 - 306 // context)
-    assert found.nll == pytest.approx(np.mean(expected), abs=1e-5)
+    assert result.tokens == len(expected) == (306 if stride < context else 306 - 306 // context)
+    assert result.nll == pytest.approx(np.mean(expected), abs=1e-5)
 
 
-def test_token_that_begins_a_text_stands_before_each_window(model):
-    found = score(model, IDS[:90], first=[5], context=30, stride=30)
+def test_bos_token_precedes_each_window(model):
+    result = score(model, IDS[:90], first=[5], context=30, stride=30)
     expected = np.concatenate([losses(model, [5, *IDS[at : at + 30]]) for at in (0, 30, 60)])
-    assert found.tokens == 90 and found.nll == pytest.approx(expected.mean(), abs=1e-5)
+    assert result.tokens == 90 and result.nll == pytest.approx(expected.mean(), abs=1e-5)
 
 
 def test_a_uniform_model_has_its_vocabulary_as_perplexity(model):
@@ -69,13 +69,13 @@ def test_a_uniform_model_has_its_vocabulary_as_perplexity(model):
         make_cache = staticmethod(lambda: None)
         __call__ = staticmethod(lambda tokens, start_pos, cache: mx.zeros((*tokens.shape, 320)))
 
-    found = score(Uniform(), IDS, context=64, stride=32)
-    assert found.value == pytest.approx(320, rel=1e-4) and found.error < 1e-6
+    result = score(Uniform(), IDS, context=64, stride=32)
+    assert result.value == pytest.approx(320, rel=1e-4) and result.error < 1e-6
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A model with a tokenizer of bytes and an own token that begins a text."""
+    """A model with a byte tokenizer and a BOS token of its own."""
     work = tmp_path_factory.mktemp("folder")
     write_tokenizer_model(write_meta(work / "in", params=PARAMS | {"vocab_size": 556}) / "tokenizer.model", 300)
     convert(work / "in", work / "out", dtype="float32", progress=False)
@@ -88,9 +88,9 @@ def test_folder_and_text(folder, tmp_path, capsys):
     perplexity_command.add_arguments(args)
     parsed = args.parse_args([str(folder), "--text", str(tmp_path / "text"), "--context", "50", "--stride", "20"])
     assert perplexity_command.run(parsed) == 0
-    found = perplexity(folder, text=(tmp_path / "text").read_text(), context=50, stride=20, progress=False)
-    assert found.tokens == len(load_tokenizer(folder).encode((tmp_path / "text").read_text()))
-    assert capsys.readouterr().out == f"{found}\n" and str(found).startswith(f"perplexity {found.value:.4f} +- ")
+    result = perplexity(folder, text=(tmp_path / "text").read_text(), context=50, stride=20, progress=False)
+    assert result.tokens == len(load_tokenizer(folder).encode((tmp_path / "text").read_text()))
+    assert capsys.readouterr().out == f"{result}\n" and str(result).startswith(f"perplexity {result.value:.4f} +- ")
 
 
 def test_built_in_text(folder):

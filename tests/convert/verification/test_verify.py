@@ -1,4 +1,4 @@
-"""Verification: it accepts what is right, and finds every kind of damage that keeps the folder loadable."""
+"""Verification accepts correct folders and detects every kind of damage that leaves a folder loadable."""
 
 import json
 import math
@@ -51,15 +51,15 @@ def check(tmp_path: Path, source: Path, **options) -> Verification:
 
 
 def test_dense_folder(tmp_path):
-    found = check(tmp_path, write_meta(tmp_path / "in", 4), dtype="bfloat16")
-    assert found.ok and all(c.exact for c in found.comparisons) and len(found.comparisons) == 21
-    assert found.divergence.kl < 1e-6 and found.divergence.agreement == 1
-    assert "bfloat16: 21 tensors, equal to the source" in str(found) and str(found).endswith("verified")
+    verification = check(tmp_path, write_meta(tmp_path / "in", 4), dtype="bfloat16")
+    assert verification.ok and all(c.exact for c in verification.comparisons) and len(verification.comparisons) == 21
+    assert verification.divergence.kl < 1e-6 and verification.divergence.agreement == 1
+    assert "bfloat16: 21 tensors, equal to the source" in str(verification) and str(verification).endswith("verified")
 
 
 def test_cast_folder_equals_the_cast_source(tmp_path):
-    found = check(tmp_path, write_folder(tmp_path / "in", ARGS, WEIGHTS), dtype="float16")
-    assert found.ok and 0 < found.divergence.kl < 1e-4
+    verification = check(tmp_path, write_folder(tmp_path / "in", ARGS, WEIGHTS), dtype="float16")
+    assert verification.ok and 0 < verification.divergence.kl < 1e-4
 
 
 RECIPES = {
@@ -71,11 +71,11 @@ RECIPES = {
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_packed_folder(tmp_path, recipe):
-    found = check(tmp_path, write_folder(tmp_path / "in", ARGS, WEIGHTS), recipe=recipe, dtype="float16")
-    assert found.ok, str(found)
-    packed = [c for c in found.comparisons if "float" not in c.packing]
+    verification = check(tmp_path, write_folder(tmp_path / "in", ARGS, WEIGHTS), recipe=recipe, dtype="float16")
+    assert verification.ok, str(verification)
+    packed = [c for c in verification.comparisons if "float" not in c.packing]
     assert len(packed) >= 20 and all(not c.exact and 0.01 < c.worst <= 1 for c in packed)
-    assert found.divergence.kl > 0 and "relative RMS error" in str(found)
+    assert verification.divergence.kl > 0 and "relative RMS error" in str(verification)
 
 
 def test_more_bits_diverge_less(tmp_path):
@@ -91,8 +91,8 @@ def test_adapter_and_packed_source(tmp_path):
     assert check(tmp_path, PEFT / "base", adapter=PEFT / "lora").ok
     convert(PEFT / "base", tmp_path / "packed", recipe=make_recipe(4, group_size=32), progress=False)
     convert(tmp_path / "packed", tmp_path / "copy", progress=False)
-    found = verify(tmp_path / "copy", tmp_path / "packed", progress=False)
-    assert found.ok and all(c.exact for c in found.comparisons)
+    verification = verify(tmp_path / "copy", tmp_path / "packed", progress=False)
+    assert verification.ok and all(c.exact for c in verification.comparisons)
 
 
 @pytest.fixture
@@ -136,10 +136,10 @@ DAMAGE = {
 @pytest.mark.parametrize("name, change", DAMAGE.values(), ids=DAMAGE)
 def test_damage_is_found_and_named(pair, name, change):
     damage(pair[0], name, change)
-    found = verify(*pair, run=False, progress=False)
-    wrong = [line for line in str(found).splitlines() if line.startswith("WRONG")]
-    assert not found.ok and len(wrong) == 1 and name.rsplit(".", 1)[0] in wrong[0]
-    assert str(found).endswith("NOT VERIFIED")
+    verification = verify(*pair, run=False, progress=False)
+    wrong = [line for line in str(verification).splitlines() if line.startswith("WRONG")]
+    assert not verification.ok and len(wrong) == 1 and name.rsplit(".", 1)[0] in wrong[0]
+    assert str(verification).endswith("NOT VERIFIED")
 
 
 @pytest.mark.parametrize("key, value", [("rms_norm_eps", 1e-6), ("rope_theta", 5e5), ("tie_word_embeddings", True)])
@@ -148,28 +148,28 @@ def test_other_configuration(pair, key, value):
     config = json.loads(path.read_text()) | {key: value}
     config["rope_parameters"] = {"rope_type": "default", "rope_theta": config["rope_theta"]}
     path.write_text(json.dumps(config))
-    found = verify(*pair, progress=False)
-    assert not found.ok and "DIFFERS: " in str(found) and found.divergence is None
+    verification = verify(*pair, progress=False)
+    assert not verification.ok and "DIFFERS: " in str(verification) and verification.divergence is None
 
 
 def test_another_model_of_the_same_shape(pair, tmp_path):
     other = write_folder(tmp_path / "other", ARGS, random_weights(ARGS, seed=1))
-    found = verify(pair[0], other, run=False, progress=False)
-    assert not found.ok and sum("WRONG" in line for line in str(found).splitlines()) == len(WEIGHTS)
+    verification = verify(pair[0], other, run=False, progress=False)
+    assert not verification.ok and sum("WRONG" in line for line in str(verification).splitlines()) == len(WEIGHTS)
 
 
 def test_perplexities_on_a_text(tmp_path):
     params = PARAMS | {"vocab_size": 556}
     write_tokenizer_model(write_meta(tmp_path / "in", params=params) / "tokenizer.model", 300)
     convert(tmp_path / "in", tmp_path / "out", recipe=make_recipe(4, group_size=32), progress=False)
-    found = verify(tmp_path / "out", tmp_path / "in", text="O thou, whose power", progress=False)
+    verification = verify(tmp_path / "out", tmp_path / "in", text="O thou, whose power", progress=False)
     ids = mx.array([300, *b"O thou, whose power"])
     log_p = load_model(tmp_path / "out")(ids[None])[0]
     log_p -= mx.logsumexp(log_p, axis=-1, keepdims=True)
     expected = -mx.mean(mx.take_along_axis(log_p[:-1], ids[1:, None], axis=-1)).item()
-    assert found.divergence.tokens == ids.size
-    assert found.divergence.folder_perplexity == pytest.approx(math.exp(expected), rel=1e-4)
-    assert f"on {ids.size} tokens of text: perplexity" in str(found)
+    assert verification.divergence.tokens == ids.size
+    assert verification.divergence.folder_perplexity == pytest.approx(math.exp(expected), rel=1e-4)
+    assert f"on {ids.size} tokens of text: perplexity" in str(verification)
 
 
 def command(*arguments: str | Path) -> int:
@@ -205,9 +205,9 @@ def test_command_and_its_exit_codes(pair, capsys):
     st.sampled_from(["normal", "uniform", "one-sided", "outliers", "constant", "tiny"]),
     st.integers(0, 1 << 30),
 )
-def test_the_bound_holds_for_any_weights(tmp_path_factory, how, dtype, kind, seed):
-    """The bound is for what MLX's own packing may do, whatever the numbers."""
-    mode, bits = how
+def test_the_bound_holds_for_any_weights(tmp_path_factory, mode_and_bits, dtype, kind, seed):
+    """MLX's own quantization never exceeds the bound, whatever the values."""
+    mode, bits = mode_and_bits
     key = mx.random.key(seed)
     args = tiny_args(n_layers=1)
     weights = random_weights(args, seed=seed % 1000)
@@ -225,12 +225,12 @@ def test_the_bound_holds_for_any_weights(tmp_path_factory, how, dtype, kind, see
     write_folder(work / "in", args, {n: a.astype(getattr(mx, dtype)) for n, a in weights.items()})
     recipe = make_recipe(bits if mode == "affine" else mode, group_size=32 if mode == "affine" else None)
     convert(work / "in", work / "out", recipe=recipe, progress=False)
-    found = {c.name: c for c in compare(open_huggingface(work / "out"), open_source(work / "in"))}
-    assert all(c.within for c in found.values()), [(c.name, c.worst) for c in found.values() if not c.within]
+    comparisons = {c.name: c for c in compare(open_huggingface(work / "out"), open_source(work / "in"))}
+    assert all(c.within for c in comparisons.values()), [c for c in comparisons.values() if not c.within]
 
 
 def test_bound_of_one_step_is_reached_but_not_by_much(tmp_path):
     """A bound that is never approached would prove nothing."""
     source = write_folder(tmp_path / "in", ARGS, WEIGHTS)
-    found = check(tmp_path, source, recipe=make_recipe(4, group_size=32))
-    assert max(c.worst for c in found.comparisons) > 0.9
+    verification = check(tmp_path, source, recipe=make_recipe(4, group_size=32))
+    assert max(c.worst for c in verification.comparisons) > 0.9
