@@ -25,6 +25,6 @@ def missing_matrix_units(chip: str, wheel: str | None) -> str | None:
     if version is None or not _MATRIX_UNITS.search(chip) or int(version[1]) >= _FIRST_MACOS:
         return None
     return (
-        f"the MLX wheel for macOS {version[1]} does not use this chip's matrix units, with which prompts are read 2 to 4 "
-        f"times as fast; update to macOS {_FIRST_MACOS} and reinstall mlx"
+        f"the MLX wheel for macOS {version[1]} leaves this chip's matrix units unused, which read prompts 2 to 4 times "
+        f"as fast; update to macOS {_FIRST_MACOS} and reinstall mlx"
     )

@@ -124,14 +124,20 @@ def _mismatch(output: mx.array, reference: mx.array, tolerance: float) -> str | 
         return f"has shape {output.shape}, the reference {reference.shape}"
     if output.dtype != reference.dtype:
         return f"is {dtype_name(output.dtype)}, the reference {dtype_name(reference.dtype)}"
-    f, r = output.astype(mx.float32), reference.astype(mx.float32)
-    if not mx.isfinite(f).all().item():
+    if not mx.isfinite(output.astype(mx.float32)).all().item():
         return "holds NaN or infinity"
-    largest = mx.abs(f - r).max().item() / max(mx.abs(r).max().item(), 1e-30)
-    rms = (mx.square(f - r).mean().item() / max(mx.square(r).mean().item(), 1e-30)) ** 0.5
+    largest, rms = relative_errors(output, reference)
     if largest > tolerance or rms > tolerance / 4:
         return f"differs by {largest:.1g} at most and {rms:.1g} RMS; {tolerance:g} and {tolerance / 4:g} are allowed"
     return None
+
+
+def relative_errors(output: mx.array, reference: mx.array) -> tuple[float, float]:
+    """The largest and the root mean square difference, each relative to the same measure of the reference."""
+    f, r = output.astype(mx.float32), reference.astype(mx.float32)
+    largest, mean_square = mx.abs(f - r).max().item(), mx.square(f - r).mean().item()
+    scale, scale_square = mx.abs(r).max().item(), mx.square(r).mean().item()
+    return float(largest / max(scale, 1e-30)), float((mean_square / max(scale_square, 1e-30)) ** 0.5)
 
 
 def compare(case: Case, device: Device, timing: Timing) -> tuple[float, float]:

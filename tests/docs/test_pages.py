@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from app.cli import COMMANDS, build_parser
-from docs import model_sizes
+from benchmarks import model_sizes
 
 ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]

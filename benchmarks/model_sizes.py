@@ -1,4 +1,4 @@
-"""Sizes of models and caches, computed from the shapes: `python -m docs.model_sizes` prints both tables.
+"""Sizes of models and caches, computed from the shapes: `python -m benchmarks.model_sizes` prints both tables.
 
 The first is in README.md, the second in docs/long-context.md.
 
