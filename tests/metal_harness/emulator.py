@@ -179,6 +179,16 @@ def emulated(
                 mx.enable_compile()
 
 
+def stay_emulated() -> Emulation:
+    """Kernels made as `EmulatedKernel` run on the CPU from now on, until the process ends.
+
+    `mx.fast.metal_kernel` and `mx.compile` stay as they are.
+    """
+    emulation = Emulation()
+    _active.insert(0, emulation)
+    return emulation
+
+
 def _to_numpy(array: mx.array, row_contiguous: bool = True) -> np.ndarray:
     """The values, bfloat16 as bits, at an address where a kernel may read vectors."""
     bits = array.view(mx.uint16) if array.dtype == mx.bfloat16 else array

@@ -1,0 +1,32 @@
+"""The stand-in for pytest: `MAC_STAND_IN=compiled python -m pytest -p tests.mac.plugin`.
+
+Test modules see macOS as the project's modules do, so that what they skip there is skipped.
+"""
+
+import os
+from types import ModuleType
+
+from _pytest.assertion.rewrite import AssertionRewritingHook
+
+from tests.mac.compute import COMPILED
+from tests.mac.imports import Finder, is_of_project
+from tests.mac.start import VARIABLE, start, started, use_linked_folder
+
+if (finder := started()) is None:
+    use_linked_folder()
+    finder = start(os.environ.get(VARIABLE) or COMPILED)
+
+
+def _let_tests_see_macos(finder: Finder) -> None:
+    """pytest loads test modules by a loader of its own."""
+    load = AssertionRewritingHook.exec_module
+
+    def exec_module(self: AssertionRewritingHook, module: ModuleType) -> None:
+        if is_of_project(module.__spec__.origin):
+            vars(module)["__builtins__"] = finder.builtins
+        load(self, module)
+
+    AssertionRewritingHook.exec_module = exec_module
+
+
+_let_tests_see_macos(finder)
