@@ -3,9 +3,11 @@
 BIN := .venv/bin
 PYTHON ?=
 ARGS :=
+# The oldest MLX that pyproject.toml allows.
+MLX := 0.32.1
 INSTALL := PYTHON="$(PYTHON)" sh scripts/venv.sh
 
-.PHONY: help chat app test lint test-peers bench bench-convert fuzz soak clean
+.PHONY: help chat app test lint test-mlx test-peers bench bench-convert fuzz soak clean
 # The chat needs standard input, which make gives to one job only.
 .NOTPARALLEL:
 
@@ -14,6 +16,7 @@ help:
 	@echo "make app           the desktop UI with the demo model; ARGS as above"
 	@echo "make test          all tests"
 	@echo "make lint          ruff's checks and format, and the types of all signatures (mypy)"
+	@echo "make test-mlx      all tests with another MLX: MLX=0.32.1, the oldest that is allowed, or MLX=newest"
 	@echo "make bench         speed and memory beside mlx-lm, llama.cpp and transformers; ledger of the kernels (an hour)"
 	@echo "make bench-convert memory and speed of the converter beside mlx-lm (minutes, 20 GB of disk)"
 	@echo "make fuzz          100,000 damaged files for each reader of checkpoints"
@@ -55,6 +58,9 @@ fuzz: .venv/installed-test
 soak: .venv/installed-test
 	@SOAK=1 $(BIN)/python -m pytest tests/app/ui -k "long_fast_stream or many_turns" -s $(ARGS)
 	@SOAK=1 $(BIN)/python -m pytest tests/mlx_llama3/generation/test_needle.py -s $(ARGS)
+
+test-mlx: .venv/installed-test
+	@sh scripts/test_mlx.sh $(MLX) $(ARGS)
 
 test-peers: .venv/installed-peers
 	@$(BIN)/python -m pytest -m peers $(ARGS)
