@@ -1,6 +1,8 @@
 """The trial cases of a model: they have its shapes, types and weights, and their references are correct."""
 
 import logging
+import platform
+import sys
 from dataclasses import replace
 
 import pytest
@@ -17,9 +19,12 @@ from mlx_llama3.model.kernels import rope_qkv
 from mlx_llama3.model.kernels.kernel_set import FUSED, REFERENCE
 from mlx_llama3.model.transformer import Transformer
 from tests.metal_harness.emulator import emulated
+from tests.metal_harness.host import unsupported
 
 import mlx.core as mx
 
+WHY_NOT = unsupported(sys.platform, platform.machine())
+in_the_harness = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 ARGS = tiny_args(dim=128, hidden_dim=256, head_dim=64)
 
 
@@ -73,9 +78,13 @@ def test_calls_in_a_row_take_the_weights_of_one_layer_after_the_other(model) -> 
 
 
 def test_unsupported_shapes_are_no_case(tmp_path) -> None:
-    cases = model_cases(loading.load_model(write_folder(tmp_path, tiny_args())))
+    cases = model_cases(loading.load_model(write_folder(tmp_path / "small", tiny_args())))
     assert cases["swiglu_qmv"] == []  # dense weights
     assert cases["sdpa_quantized"] == []  # heads of 16
+    odd = tiny_args(dim=66, n_layers=1, n_heads=1, n_kv_heads=1, head_dim=2050)
+    cases = model_cases(loading.load_model(write_folder(tmp_path / "odd", odd)))
+    assert cases["add_rms_norm"] == []  # 66 is no multiple of 4
+    assert cases["rope_qkv"] == []  # half a head is more than 1,024 threads
 
 
 def test_the_step_is_that_of_the_model(model) -> None:
@@ -120,6 +129,7 @@ def test_where_kernels_cannot_run_none_is_used_and_the_log_says_why(model, tmp_p
     model.use(REFERENCE)
 
 
+@in_the_harness
 def test_shipped_kernels_pass_their_trials_on_emulated_metal(model) -> None:
     """In float32, because the CPU's 16-bit products are too inexact to serve as references."""
     cases = [case for each in model_cases(model).values() for case in each]
@@ -129,6 +139,7 @@ def test_shipped_kernels_pass_their_trials_on_emulated_metal(model) -> None:
     assert all(emulation.called(f"llama3_{kernel}") for kernel in NAMES)
 
 
+@in_the_harness
 def test_shipped_kernels_pass_together_on_emulated_metal(model) -> None:
     with emulated() as emulation:
         assert difference(step_case(model, replace(FUSED, sdpa_quantized=False)), StandIn()) is None
@@ -136,6 +147,7 @@ def test_shipped_kernels_pass_together_on_emulated_metal(model) -> None:
     model.use(REFERENCE)
 
 
+@in_the_harness
 def test_a_bug_in_a_kernel_is_detected_on_emulated_metal(model, monkeypatch) -> None:
     (case, *_) = model_cases(model)["rope_qkv"]
     monkeypatch.setattr(rope_qkv, "SOURCE", rope_qkv.SOURCE.replace("float(low) * sine +", "float(low) * sine -"))

@@ -3,8 +3,6 @@
 `tests/metal/test_sdpa_quantized.py` runs the kernel itself.
 """
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 from quantized_attention import attention64, inputs
@@ -38,24 +36,31 @@ def test_reference_rounds_only_its_output(dtype, unit):
     np.testing.assert_allclose(np.array(out.astype(mx.float32)), expected, rtol=unit, atol=1e-5)
 
 
-def refused(change: Callable[[dict], dict]) -> bool:
-    layout = PackedLayout(64, 4)
-    q, dense, packed = inputs(layout, (8, 8))
-    given = {"q": q, "dense": dense, "packed": packed, "layout": layout}
-    assert sdpa_quantized.takes(**given)
-    return not sdpa_quantized.takes(**(given | change(given)))
+def taken(group=2, S=1, head_dim=64, *, n_heads=None, dtypes=(mx.float32, mx.float32), layout=None) -> bool:
+    """Whether it takes arrays of these shapes, which are never evaluated; 2 KV heads, queries and dense in `dtypes`."""
+    q = mx.zeros((1, n_heads or 2 * group, S, head_dim), dtypes[0])
+    dense = mx.zeros((2, 1, 2, 8 + S, head_dim), dtypes[1])
+    layout = layout or PackedLayout(head_dim, 4)
+    return sdpa_quantized.takes(q, dense, mx.zeros((1, 2, 8, layout.words), mx.uint32), layout)
 
 
-def test_which_dtypes_and_sizes_it_takes():
-    layout = PackedLayout(192, 4)
-    assert refused(lambda given: {"q": given["q"].astype(mx.float16)})
-    assert refused(lambda given: {name: given[name].astype(mx.int32) for name in ("q", "dense")})
-    assert refused(
-        lambda _: dict(zip(("q", "dense", "packed"), inputs(layout, (8, 8)), strict=True)) | {"layout": layout}
-    )
-    for group, S in ((17, 1), (16, 4), (8, 7)):
-        assert refused(lambda given, size=(1, 2 * group, S, 64): {"q": mx.zeros(size)})
-    assert refused(lambda given: {"q": mx.zeros((1, 5, 1, 64))})
+@pytest.mark.parametrize(
+    ("yes", "no"),
+    [
+        ({"group": 16}, {"group": 17}),
+        ({"group": 16, "S": 3}, {"group": 16, "S": 4}),
+        ({"group": 8, "S": 6}, {"group": 7, "S": 7}),
+        ({"head_dim": 128}, {"head_dim": 192}),
+        ({"n_heads": 6}, {"n_heads": 5}),
+        ({"layout": PackedLayout(64, 8)}, {"layout": PackedLayout(128, 4)}),
+        ({"dtypes": (mx.bfloat16, mx.bfloat16)}, {"dtypes": (mx.float16, mx.float32)}),
+        ({"dtypes": (mx.float16, mx.float16)}, {"dtypes": (mx.int32, mx.int32)}),
+    ],
+    ids=str,
+)
+def test_which_shapes_and_dtypes_it_takes(yes, no):
+    assert taken(**yes)
+    assert not taken(**no)
 
 
 def test_the_reference_runs_for_inputs_that_the_kernel_does_not_take():
