@@ -142,12 +142,11 @@ def print_building() -> None:
 
 def main() -> None:
     """Print the ledger."""
-    from benchmarks.ledger_bytes import print_bytes, print_errors
+    from benchmarks.ledger_bytes import print_bytes_and_errors
 
     print_dispatches()
     print_building()
-    print_bytes()
-    print_errors()
+    print_bytes_and_errors()
 
 
 if __name__ == "__main__":

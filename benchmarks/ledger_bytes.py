@@ -18,6 +18,7 @@ from tests.metal_harness.checking.checks import check
 from tests.metal_harness.checking.proof import cached_functions
 from tests.metal_harness.emulator import Dispatch, emulated
 from tests.metal_harness.executor import launch
+from tests.metal_harness.host import UNSUPPORTED
 from tests.metal_harness.mlx_kernels import mlx_kernel
 
 import mlx.core as mx
@@ -158,6 +159,15 @@ def _mlx_product(linear: nn.QuantizedLinear, x: mx.array) -> np.ndarray:
 def _bits(x: mx.array) -> np.ndarray:
     """The bits of x, as uint16 for 16-bit dtypes; NumPy has no bfloat16."""
     return np.array(x if x.dtype == mx.float32 else x.view(mx.uint16))
+
+
+def print_bytes_and_errors() -> None:
+    """Print the bytes and the errors of the kernels, or why the harness cannot run them here."""
+    if UNSUPPORTED:
+        print(f"\nbytes and errors are left out: {UNSUPPORTED}")
+        return
+    print_bytes()
+    print_errors()
 
 
 def print_bytes() -> None:

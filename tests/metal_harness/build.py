@@ -3,7 +3,6 @@
 import hashlib
 import inspect
 import os
-import platform
 import re
 import subprocess
 import tempfile
@@ -13,20 +12,18 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-import ziglang
-
+from tests.metal_harness.host import INSTRUCTIONS, PROCESSOR, UNSUPPORTED
 from tests.metal_harness.source import Kernel, Parameter, signature
 
 import mlx.core as mx
 
 HERE = Path(__file__).parent
 MLX_HEADERS = Path(mx.__file__).parent / "include"
-_PROCESSOR = {"x86_64": ("x86_64", "-march=x86-64-v3"), "aarch64": ("aarch64", "-march=armv8.2-a+fp16")}
 
 # What a host without these instructions could not run; half and bfloat round after each operation, as on the GPU.
 TARGET = (
-    f"--target={_PROCESSOR[platform.machine()][0]}-linux-gnu",
-    _PROCESSOR[platform.machine()][1],
+    f"--target={PROCESSOR}-linux-gnu",
+    INSTRUCTIONS,
     "-fPIC",
     "-ffp-contract=on",
     "-fno-omit-frame-pointer",  # the executor follows calls by it
@@ -80,7 +77,7 @@ def libraries(kernels: Iterable[Kernel], mode: Mode = RUN) -> list[Path]:
 @cache
 def runtime() -> Path:
     """The executor as a shared library (the first time compiles what zig needs of the C library: some seconds)."""
-    flags = (f"--target={_PROCESSOR[platform.machine()][0]}-linux-gnu.2.28", "-O2", "-fno-omit-frame-pointer")
+    flags = (f"--target={PROCESSOR}-linux-gnu.2.28", "-O2", "-fno-omit-frame-pointer")
     flags += ("-shared", "-fPIC", "-fvisibility=hidden")
     sources = [HERE / "runtime.c", *sorted((HERE / "instrumented").glob("*.c"))]
     headers = [HERE / "context_switch.h", HERE / "instrumented" / "checks.h"]
@@ -113,13 +110,21 @@ def check_syntax(text: str, *flags: str) -> tuple[str, str]:
 
 
 def zig(tool: str, *arguments: str | Path) -> tuple[str, str]:
-    """Run `python -m ziglang <tool> …`; what it said on stderr and on stdout. Raises BuildError if it failed."""
+    """Run `python -m ziglang <tool> …`; what it said on stderr and on stdout. Raises BuildError if it failed, and where
+    the harness cannot run."""
+    if UNSUPPORTED:
+        raise BuildError(UNSUPPORTED)
     environment = {**os.environ, "ZIG_GLOBAL_CACHE_DIR": str(cache_folder() / "zig")}
-    program = Path(ziglang.__file__).parent / "zig"
-    done = subprocess.run([program, tool, *arguments], env=environment, capture_output=True, text=True)
+    done = subprocess.run([_zig(), tool, *arguments], env=environment, capture_output=True, text=True)
     if done.returncode:
         raise BuildError(done.stderr)
     return done.stderr, done.stdout
+
+
+def _zig() -> Path:
+    import ziglang  # here, so that this module can be imported where the package is not installed
+
+    return Path(ziglang.__file__).parent / "zig"
 
 
 def cache_folder() -> Path:
@@ -214,4 +219,4 @@ def _cached(name: str, suffix: str, key: tuple, make: Callable[[Path], None]) ->
 def _tools() -> tuple:
     """What a compiled kernel depends on besides its text."""
     shim = [path.read_text() for path in sorted((HERE / "shim").rglob("*")) if path.is_file()]
-    return (zig("version")[1], ziglang.__file__, mx.__version__, shim, LANGUAGE, TARGET)
+    return (zig("version")[1], str(_zig()), mx.__version__, shim, LANGUAGE, TARGET)
