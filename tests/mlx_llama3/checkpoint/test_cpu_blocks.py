@@ -3,6 +3,7 @@
 import threading
 
 import pytest
+from cpu_only import cpu_only
 from tiny_models import quantized, random_weights, tiny_args, write_folder
 
 from mlx_llama3.checkpoint.cpu_blocks import TiledFeedForward, _silu, use_cpu_blocks
@@ -12,6 +13,8 @@ from mlx_llama3.model.transformer import FeedForward, Transformer
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
+
+pytestmark = cpu_only
 
 ARGS = tiny_args(hidden_dim=320)  # 5 tiles, which only 1 of the tested numbers of streams divides
 

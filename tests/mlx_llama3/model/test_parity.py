@@ -57,7 +57,7 @@ def error(ours: mx.array, expected: mx.array) -> float:
 
 def test_full_pass_and_every_activation(golden):
     folder, expected = golden
-    model = load_model(folder)
+    model = load_model(folder, dtype=mx.float32)
     recorders = record(model)
     logits = model(expected["tokens"])
     last = expected["logits"].shape[1]  # the long sequence has values for its last 16 positions
@@ -72,7 +72,7 @@ def test_incremental(golden):
     folder, expected = golden
     if "logits_incremental" not in expected:
         pytest.skip("no incremental values for the long sequence")
-    model, tokens = load_model(folder), expected["tokens"]
+    model, tokens = load_model(folder, dtype=mx.float32), expected["tokens"]
     cache, start, parts = model.make_cache(), 0, []
     for length in [10, 3] + [1] * (tokens.shape[1] - 13):
         parts.append(model(tokens[:, start : start + length], start, cache))
@@ -84,7 +84,7 @@ def test_long_sequence_in_chunks(tmp_path):
     """3,000 positions under scaled RoPE through the cache, 512 at a time."""
     source = DATA / "llama31-long"
     assert main(["convert", str(source), str(tmp_path / "long"), "--dtype", "float32"]) == 0
-    model, expected = load_model(tmp_path / "long"), mx.load(str(source / "expected.safetensors"))
+    model, expected = load_model(tmp_path / "long", dtype=mx.float32), mx.load(str(source / "expected.safetensors"))
     cache, tokens = model.make_cache(), expected["tokens"]
     for start in range(0, tokens.shape[1], 512):
         logits = model(tokens[:, start : start + 512], start, cache)
@@ -93,7 +93,7 @@ def test_long_sequence_in_chunks(tmp_path):
 
 @pytest.fixture(scope="module")
 def demo(demo_folder):
-    return load_model(demo_folder), load_tokenizer(demo_folder)
+    return load_model(demo_folder, dtype=mx.float32), load_tokenizer(demo_folder)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_demo_model(demo, case):
 
 def test_demo_model_residual_norms(demo_folder):
     """L2 norm of the stream before each of the 30 layers at the last prompt token, within 0.5 %."""
-    model = load_model(demo_folder)
+    model = load_model(demo_folder, dtype=mx.float32)
     for case in json.loads((DATA / "smollm2-greedy.json").read_text()):
         x, norms = model.tok_embeddings(mx.array([case["prompt_ids"]])), []
         freqs = model.rope.frequencies(0, x.shape[1])

@@ -80,7 +80,7 @@ def run(model: Transformer, tokens: mx.array, start: int, cache: list[KVCache]) 
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_across_a_gap(golden, name):
     """40 tokens at position 0, and 24 that end at position 100,000 and attend to them."""
-    model = load_model(DATA / name)
+    model = load_model(DATA / name, dtype=mx.float32)
     tokens = mx.load(str(DATA / f"{name}.expected.safetensors"))["tokens"]
     cache = model.make_cache()
     run(model, tokens[:, :40], 0, cache)
@@ -94,7 +94,7 @@ def test_logits_across_a_gap(golden, name):
 def test_logits_after_a_cache_of_100_000_positions(golden, name):
     """8 tokens after random keys at positions 0 ... 99,999, large enough that few of them get most of the attention. A
     frequency that is off by one part in 10,000 changes these logits by 4."""
-    model = load_model(DATA / name)
+    model = load_model(DATA / name, dtype=mx.float32)
     tokens = mx.load(str(DATA / f"{name}.expected.safetensors"))["tokens"]
     cache = model.make_cache()
     fill(model, cache)

@@ -4,6 +4,7 @@ import threading
 
 import numpy as np
 import pytest
+from cpu_only import cpu_only
 
 from mlx_llama3.model.layers import tiled_linear
 from mlx_llama3.model.layers.attention import fitting_chunk, scaled_dot_product_attention
@@ -79,9 +80,15 @@ def test_a_prompt(cores, batch, n_heads, n_kv_heads, new, length):
     np.testing.assert_allclose(np.array(out), in_float64(*given, 0.3, causal=True), atol=3e-6)
 
 
+@cpu_only
 def test_a_chunk_is_shorter_where_the_scores_would_not_fit():
     assert fitting_chunk(512, 1000, 9) == 512
     assert fitting_chunk(512, 8192, 32) == 128
     assert fitting_chunk(512, 131072, 128) == 32
     assert fitting_chunk(7, 131072, 128) == 7
     assert fitting_chunk(512, 0, 32) == 512
+
+
+def test_a_gpu_never_stores_the_scores_of_a_chunk(monkeypatch):
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu, 0))
+    assert fitting_chunk(512, 131072, 128) == 512

@@ -4,6 +4,7 @@ import math
 import threading
 
 import pytest
+from cpu_only import cpu_only
 from tiny_models import quantized, random_weights, tiny_args, tiny_model, write_folder
 
 from mlx_llama3.checkpoint.loading import load_model
@@ -11,6 +12,8 @@ from mlx_llama3.model.layers import tiled_linear
 
 import mlx.core as mx
 import mlx.nn as nn
+
+pytestmark = cpu_only
 
 
 @pytest.fixture(params=[1, 2, 3, 8])
