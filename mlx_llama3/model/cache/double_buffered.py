@@ -9,6 +9,8 @@ tokens ago is free: that token was read before the next one was built.
 `python -m benchmarks.cache_copies` shows both, and for which models and chips it matters.
 """
 
+from typing import Self
+
 from mlx_llama3.model.cache.kv_cache import KVCache
 
 import mlx.core as mx
@@ -57,7 +59,7 @@ class DoubleBufferedKVCache(KVCache):
         super().restore(tensors, offset)
         self._other = self._latest = None
 
-    def prefix(self, count: int) -> "DoubleBufferedKVCache":
+    def prefix(self, count: int) -> Self:
         """As `KVCache.prefix`."""
         copied = super().prefix(count)
         copied._other = copied._latest = None

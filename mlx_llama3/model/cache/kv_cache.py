@@ -1,6 +1,7 @@
 """The KV cache of a layer: the keys (after RoPE) and values of all positions so far."""
 
 import copy
+from typing import Self
 
 from mlx_llama3.model.layers.attention import scaled_dot_product_attention
 
@@ -93,7 +94,7 @@ class KVCache:
         """Fill an empty cache with the `tensors()` of one that had `offset` positions. They may be lazy."""
         self._kv, self.offset = tensors.get("kv"), offset
 
-    def prefix(self, count: int) -> "KVCache":
+    def prefix(self, count: int) -> Self:
         """A cache with the first `count` positions, which can be extended without changing this one.
 
         The two share their buffers until one of them is written to; that write copies.
