@@ -1,7 +1,6 @@
 """From a model folder to a `Transformer` that is ready to run."""
 
 import logging
-from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -124,7 +123,7 @@ class _Assembly:
             return _dense(weight, embedding)
         scales = self._tensor(f"{hf}.scales")
         biases = self._tensor(f"{hf}.biases") if quantization.mode == "affine" else None
-        return _quantized(weight, scales, biases, quantization, embedding)
+        return _quantized(weight, scales, biases, quantization, self._dtype if embedding else None)
 
 
 # MLX's layers allocate random weights of the requested size. The size requested here is 1 or one group, which is cheap;
@@ -138,11 +137,31 @@ def _dense(weight: mx.array, embedding: bool) -> nn.Module:
 
 
 def _quantized(
-    weight: mx.array, scales: mx.array, biases: mx.array | None, quantization: Quantization, embedding: bool
+    weight: mx.array,
+    scales: mx.array,
+    biases: mx.array | None,
+    quantization: Quantization,
+    embedding_dtype: mx.Dtype | None,
 ) -> nn.Module:
-    make = nn.QuantizedEmbedding if embedding else partial(nn.QuantizedLinear, bias=False)
+    settings = {"group_size": quantization.group_size, "bits": quantization.bits, "mode": quantization.mode}
     width = max(quantization.group_size, 32)  # nvfp4 has groups of 16, but packs at least 32 columns
-    dims = (1, width) if embedding else (width, 1)
-    module = make(*dims, group_size=quantization.group_size, bits=quantization.bits, mode=quantization.mode)
+    if embedding_dtype is None:
+        module = nn.QuantizedLinear(width, 1, bias=False, **settings)
+    else:
+        module = _QuantizedEmbedding(1, width, **settings)
+        module.dtype = embedding_dtype
     module.weight, module.scales, module.biases = weight, scales, biases
     return module
+
+
+class _QuantizedEmbedding(nn.QuantizedEmbedding):
+    """An embedding with rows in `dtype`, that of the activations.
+
+    MLX's own has the dtype of the scales. These are bytes in mxfp4, mxfp8 and nvfp4, and it gives bfloat16 there: with
+    float16 norms, the residual stream would become float32.
+    """
+
+    dtype: mx.Dtype
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        return super().__call__(tokens).astype(self.dtype)

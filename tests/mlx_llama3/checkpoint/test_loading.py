@@ -84,6 +84,25 @@ def test_scales_take_the_activation_dtype(tmp_path, monkeypatch):
         assert model(TOKENS).dtype == dtype
 
 
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32])
+@pytest.mark.parametrize(("mode", "bits", "group_size"), [("mxfp4", 4, 32), ("mxfp8", 8, 32), ("nvfp4", 4, 16)])
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_format_without_scales_of_its_own_dtype_takes_that_of_the_norms(
+    tmp_path, monkeypatch, mode, bits, group_size, tied, dtype
+):
+    """MLX's embedding gives bfloat16 for these; with float16 norms all sums would be float32 in silence."""
+    monkeypatch.setattr(loading, "_fits_expanded", lambda *_: False)
+    args = tiny_args(tie_word_embeddings=tied)
+    settings = {"bits": bits, "group_size": group_size, "mode": mode}
+    packed = quantized(random_weights(args), **settings)
+    stored = {name: w.astype(dtype) if mx.issubdtype(w.dtype, mx.floating) else w for name, w in packed.items()}
+    model = load_model(write_folder(tmp_path, args, stored, quantization=settings), dtype=dtype)
+    embedding = "model.embed_tokens"
+    rows = mx.dequantize(packed[f"{embedding}.weight"], packed[f"{embedding}.scales"], dtype=mx.float32, **settings)
+    assert mx.array_equal(model.tok_embeddings(TOKENS), rows[TOKENS].astype(dtype)).item()
+    assert model.residual(TOKENS).dtype == model(TOKENS).dtype == dtype
+
+
 def test_sharded_with_index_and_a_second_set_beside(tmp_path):
     weights = random_weights(ARGS)
     expected = load_model(write_folder(tmp_path / "whole", ARGS, weights))(TOKENS)
