@@ -55,17 +55,16 @@ class _LazyKernel:
             raise ValueError(FACTS["kernel_on_cpu_error"])
         with _KERNEL_LOCK:
             if self._kernel is None:
-                self._kernel = _emulator(self._mx, self._real).EmulatedKernel(*self._args, **self._options)
+                self._kernel = _emulator(self._real).EmulatedKernel(*self._args, **self._options)
         return self._kernel(**call)
 
 
-def _emulator(mx: ModuleType, real: Callable) -> ModuleType:
-    """The harness, which keeps MLX's own function when it is imported, and is switched on for the whole process."""
-    stand_in, mx.fast.metal_kernel = mx.fast.metal_kernel, real
-    try:
-        from tests.metal_harness import emulator
-    finally:
-        mx.fast.metal_kernel = stand_in
+@functools.cache
+def _emulator(real: Callable) -> ModuleType:
+    """The harness, switched on for the whole process; `real`: MLX's own function, which makes the text of a kernel."""
+    from tests.metal_harness import emulator
+
+    emulator._metal_kernel = real  # a test may have imported the harness, and with it the stand-in's function
     emulator.stay_emulated()
     return emulator
 
@@ -89,7 +88,7 @@ def _marking_traces(real: Callable) -> Callable:
 
 
 def _quantized_matmul(mx: ModuleType, real: Callable) -> Callable:
-    """In float32, and 16-bit results rounded once. Many rows are multiplied with the dequantized matrix: much faster."""
+    """In float32, and 16-bit results rounded once. For many rows the matrix is dequantized, which is much faster."""
 
     @functools.wraps(real)
     def quantized_matmul(
