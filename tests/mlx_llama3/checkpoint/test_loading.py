@@ -4,6 +4,7 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from cpu_only import cpu_only
 from tiny_models import ARGS, quantized, random_weights, tiny_args, write_folder
 
 from mlx_llama3.checkpoint import loading
@@ -19,6 +20,7 @@ from mlx.utils import tree_flatten
 TOKENS = mx.array([[1, 2, 3, 4, 5]])
 
 
+@cpu_only
 def test_dense_16_bit_becomes_float32_on_the_cpu(tmp_path):
     weights = {name: w.astype(mx.bfloat16) for name, w in random_weights(ARGS).items()}
     model = load_model(write_folder(tmp_path, ARGS, weights))
@@ -44,11 +46,11 @@ def test_quantized_equals_its_dequantized_weights(tmp_path, settings, monkeypatc
             dense[name] = mx.dequantize(weight, packed[f"{module}.scales"], packed.get(f"{module}.biases"), **settings)
         elif name.endswith(".weight"):
             dense[name] = weight
-    expected = load_model(write_folder(tmp_path / "d", args, dense))(TOKENS)
-    assert mx.abs(load_model(folder)(TOKENS) - expected).max().item() < 1e-5
+    expected = load_model(write_folder(tmp_path / "d", args, dense), dtype=mx.float32)(TOKENS)
+    assert mx.abs(load_model(folder, dtype=mx.float32)(TOKENS) - expected).max().item() < 1e-5
     # The same where the unpacked weights do not fit: products with packed weights, as on a GPU.
     monkeypatch.setattr(loading, "_fits_expanded", lambda *_: False)
-    packed_model = load_model(folder)
+    packed_model = load_model(folder, dtype=mx.float32)
     assert packed_model.layers[0].attention.wqkv.parts[0].weight.dtype == mx.uint32
     assert mx.abs(packed_model(TOKENS) - expected).max().item() < 1e-4
 
@@ -147,6 +149,7 @@ def test_weights_are_never_in_memory_twice(tmp_path):
     assert mx.get_peak_memory() - before < 1.5 * size
 
 
+@cpu_only
 def test_unpacking_needs_little_memory_beside_the_result(tmp_path):
     """`mx.dequantize` of a whole matrix would need three times its size besides."""
     args = tiny_args(vocab_size=300_000)
@@ -300,16 +303,17 @@ def test_larger_than_memory(tmp_path, monkeypatch):
 
 
 def test_memory_is_counted_in_the_dtype_that_the_weights_get(tmp_path, monkeypatch):
-    """On the CPU 16-bit weights become float32: twice what the files say."""
+    """16-bit weights that become float32 take twice what the files say."""
     folder = write_folder(tmp_path, ARGS, {name: w.astype(mx.bfloat16) for name, w in random_weights(ARGS).items()})
     stored = Checkpoint(folder).nbytes
     for module in (loading, memory):
         monkeypatch.setattr(module, "available_memory", lambda: int(1.9 * stored))
     with pytest.raises(UserError, match="of memory, 0.0 GB are available"):
-        load_model(folder)
+        load_model(folder, dtype=mx.float32)
     assert load_model(folder, dtype=mx.bfloat16)(TOKENS).dtype == mx.bfloat16
 
 
+@cpu_only
 def test_weights_that_do_not_fit_unpacked_stay_packed_and_that_is_logged(tmp_path, monkeypatch, caplog):
     folder = write_folder(tmp_path, ARGS, quantized(random_weights(ARGS)), quantization={"bits": 4, "group_size": 32})
     for module in (loading, memory):

@@ -34,7 +34,7 @@ def test_tiny_random_models(name):
         for k, v in load_file(DATA / "transformers" / "trace.safetensors").items()
         if k.startswith(f"{name}/")
     }
-    model = load_model(DATA / "transformers" / name)
+    model = load_model(DATA / "transformers" / name, dtype=mx.float32)
     ids = expected["tokens"].tolist()
     for place in range(4):  # the last four positions
         position = look(model, ids, place - 4)
@@ -47,7 +47,7 @@ def test_tiny_random_models(name):
 
 def test_demo_model(demo_folder):
     expected = load_file(DATA / "smollm2-trace.safetensors")
-    model, ids = load_model(demo_folder), expected["tokens"].tolist()
+    model, ids = load_model(demo_folder, dtype=mx.float32), expected["tokens"].tolist()
     capture = NormCapture(model)
     mx.eval(capture.model(mx.array([ids])))
     norms = capture.read(capture.take())
