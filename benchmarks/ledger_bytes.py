@@ -181,7 +181,7 @@ def print_bytes() -> None:
         ]
         # A large input counts for each threadgroup that reads it; a small one counts once, because it stays in a cache.
         traffic_bytes = sum(max(b.unique_read, b.group_read if b.size > 1 << 16 else 0) for b in traffic)
-        traffic_bytes += sum(b.group_written for b in traffic)
+        traffic_bytes += sum(b.group_written + 2 * b.copied for b in traffic)  # a copy is read and written once more
         # The intermediate arrays between two passes may stay on the chip.
         between = sum(b.size for buffers in passes[:-1] for b in buffers if b.group_written)
         needed = sum(b.size for b in traffic) - 2 * between

@@ -18,6 +18,7 @@ from tests.metal_harness.source import Kernel, Parameter, signature
 import mlx.core as mx
 
 HERE = Path(__file__).parent
+MAX_BUFFERS = 31  # of a kernel; shapes and strides that the source names are buffers too
 MLX_HEADERS = Path(mx.__file__).parent / "include"
 
 # What a host without these instructions could not run; half and bfloat round after each operation, as on the GPU.
@@ -86,7 +87,12 @@ def runtime() -> Path:
 
 
 def translated(kernel: Kernel) -> str:
-    """`kernel` as C++ for OpenCL, with an entry point for the executor. Line numbers are the Metal source's."""
+    """`kernel` as C++ for OpenCL, with an entry point for the executor. Line numbers are the Metal source's.
+
+    Raises BuildError if it has more buffers than Metal's compiler takes.
+    """
+    if len(kernel.buffers) > MAX_BUFFERS:
+        raise BuildError(f"{kernel.name}: {len(kernel.buffers)} buffers, Metal takes at most {MAX_BUFFERS}")
     start, parameters, end = signature(kernel.source, kernel.name)
     head = kernel.source[start:parameters]
     declarations = "".join(_template_parameter(*pair) for pair in kernel.template) if "template" in head else ""

@@ -5,11 +5,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import prod
 
 import numpy as np
 
 from tests.metal_harness.build import RUN, Mode
-from tests.metal_harness.executor import launch
+from tests.metal_harness.executor import MAX_THREADS, KernelError, launch
 from tests.metal_harness.source import Kernel, generated
 
 import mlx.core as mx
@@ -69,6 +70,14 @@ class Dispatch:
         found |= zip(self.output_names, outputs, strict=True)
         return [found[parameter.name] for parameter in self.kernel.buffers]
 
+    @property
+    def copies(self) -> dict[str, int]:
+        """Bytes of each input that MLX copies before the kernel runs, because it is not contiguous by rows."""
+        if not self.kernel.row_contiguous:
+            return {}
+        inputs = zip(self.input_names, self.inputs, strict=True)
+        return {name: array.nbytes for name, array in inputs if not _bits(array).flags.c_contiguous}
+
     def empty_outputs(self) -> list[np.ndarray]:
         """Memory for the outputs: `init_value`, or all bits set."""
         outputs = []
@@ -84,26 +93,45 @@ class Dispatch:
 
 @dataclass
 class Emulation:
-    """What ran under `emulated`: `calls` by the kernel's name, and each `Dispatch` if asked for."""
+    """What ran under `emulated`: `calls` by the kernel's name, `copied` bytes of inputs that were not contiguous, by
+    the kernel's name and the input's; and each `Dispatch` if asked for."""
 
     order: str | int = "forward"
     mode: Mode = RUN
     record: bool = False
     before: Callable[[Dispatch], None] | None = None
+    max_threads: int = MAX_THREADS
     calls: Counter = field(default_factory=Counter)
+    copied: Counter = field(default_factory=Counter)
     dispatches: list[Dispatch] = field(default_factory=list)
+    _sources: dict[str, str] = field(default_factory=dict)
 
     def called(self, prefix: str) -> int:
         """How often kernels ran whose names begin with `prefix`."""
         return sum(count for name, count in self.calls.items() if name.startswith(prefix))
 
     def run(self, dispatch: Dispatch) -> list[mx.array]:
+        """The outputs of `dispatch`. Errors as of `emulated`."""
+        self._refuse(dispatch)
         self.calls[dispatch.name] += 1
+        self.copied.update({(dispatch.name, name): size for name, size in dispatch.copies.items()})
         if self.record:
             self.dispatches.append(dispatch)
         if self.before is not None:
             self.before(dispatch)
         return dispatch.run(self.order, self.mode)
+
+    def _refuse(self, dispatch: Dispatch) -> None:
+        kernel, threads = dispatch.kernel, prod(dispatch.threadgroup)
+        if self._sources.setdefault(kernel.name, kernel.source) != kernel.source:
+            raise KernelError(f"{kernel.name}: two kernels have this name; each source needs a name of its own")
+        if (
+            threads > self.max_threads
+        ):  # MLX's words, and its type; MLX looks before it cuts the threadgroup to the grid
+            raise ValueError(
+                f"Thread group size ({threads}) is greater than  the maximum allowed threads per threadgroup "
+                f"({self.max_threads})."
+            )
 
 
 _metal_kernel = mx.fast.metal_kernel
@@ -153,6 +181,7 @@ def emulated(
     mode: Mode = RUN,
     record: bool = False,
     before: Callable[[Dispatch], None] | None = None,
+    max_threads: int = MAX_THREADS,
 ) -> Iterator[Emulation]:
     """Within the block, kernels made with `mx.fast.metal_kernel` run on the CPU, and `mx.compile` does nothing.
 
@@ -162,8 +191,16 @@ def emulated(
         order, mode: as of `executor.launch`.
         record: keep every `Dispatch`, inputs and all.
         before: called with each `Dispatch` before it runs.
+        max_threads: most threads a threadgroup. A GPU allows a kernel fewer than 1024 if a thread needs many registers.
+
+    Raises, within the block:
+        BuildError: the compiler's, and for more than 31 buffers.
+        KernelError: as of `executor.launch`; and for two kernels of one name, of which MLX before 0.32.1 ran the first
+            one's code for both (mlx issue 3832).
+        ValueError: more than `max_threads`, as MLX raises it; it does so when it evaluates the outputs, which is here
+            the call itself.
     """
-    emulation = Emulation(order, mode, record, before)
+    emulation = Emulation(order, mode, record, before, max_threads)
     for builder in builders:
         builder.cache_clear()
     _active.append(emulation)
@@ -191,8 +228,7 @@ def stay_emulated() -> Emulation:
 
 def _to_numpy(array: mx.array, row_contiguous: bool = True) -> np.ndarray:
     """The values, bfloat16 as bits, at an address where a kernel may read vectors."""
-    bits = array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
-    values = np.array(bits, copy=False)
+    values = _bits(array)
     if row_contiguous and not values.flags.c_contiguous:
         values = np.ascontiguousarray(values)
     if values.ctypes.data % 16 == 0 or not values.flags.c_contiguous:
@@ -200,6 +236,11 @@ def _to_numpy(array: mx.array, row_contiguous: bool = True) -> np.ndarray:
     copy = _aligned(values.shape, values.dtype)
     copy[...] = values
     return copy
+
+
+def _bits(array: mx.array) -> np.ndarray:
+    """The values in MLX's own memory, with its strides; bfloat16 as uint16."""
+    return np.array(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array, copy=False)
 
 
 def _aligned(shape: tuple[int, ...], dtype: np.dtype | type) -> np.ndarray:

@@ -13,6 +13,7 @@ from tests.metal_harness.source import Kernel
 
 ORDERS = {"forward": 0, "reverse": 1}
 _SHUFFLED = 2
+MAX_THREADS = 1024  # of a threadgroup, of every Apple GPU
 
 
 class KernelError(Exception):

@@ -7,7 +7,7 @@ barriers. What they count is also the traffic of each buffer (traffic.py).
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
@@ -78,7 +78,9 @@ class Checked:
 def check(dispatch: Dispatch, order: str | int = "forward") -> Checked:
     """Run `dispatch` instrumented, on outputs of its own. What is found is not raised."""
     buffers = dispatch.buffers(dispatch.empty_outputs())
-    return check_launch(dispatch.kernel, buffers, dispatch.grid, dispatch.threadgroup, order)
+    checked = check_launch(dispatch.kernel, buffers, dispatch.grid, dispatch.threadgroup, order)
+    copies = dispatch.copies
+    return replace(checked, traffic=tuple(replace(use, copied=copies.get(use.name, 0)) for use in checked.traffic))
 
 
 def check_launch(
@@ -168,8 +170,8 @@ def _unwritten(region: _Region) -> str:
 def _limits(threadgroup: tuple[int, int, int], memory: int) -> list[str]:
     threads = prod(threadgroup)
     found = []
-    if threads > 1024:
-        found.append(f"{threads} threads a threadgroup, Metal takes at most 1024")
+    if threads > executor.MAX_THREADS:
+        found.append(f"{threads} threads a threadgroup, Metal takes at most {executor.MAX_THREADS}")
     if memory > MAX_THREADGROUP_MEMORY:
         found.append(f"{memory} bytes of threadgroup memory, Metal takes at most {MAX_THREADGROUP_MEMORY}")
     return found

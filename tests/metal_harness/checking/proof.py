@@ -9,7 +9,7 @@ import numpy as np
 from tests.metal_harness.checking.checked_build import CHECKED
 from tests.metal_harness.checking.checks import Checked, check
 from tests.metal_harness.checking.strict import strict
-from tests.metal_harness.checking.traffic import Traffic, ledger, not_read_once
+from tests.metal_harness.checking.traffic import Traffic, copied_unasked, ledger, not_read_once
 from tests.metal_harness.emulator import Dispatch, emulated
 
 import mlx.core as mx
@@ -55,6 +55,7 @@ def prove(
     atol: float,
     rtol: float = 0.0,
     reads_once: Sequence[str] = (),
+    copies: Sequence[str] = (),
     **kwargs: object,
 ) -> Report:
     """Run `kernel(*args, **kwargs)` with its Metal on the CPU, and put each of its dispatches through all checks.
@@ -68,6 +69,7 @@ def prove(
         reference: of the same signature; both return an array or a sequence of arrays.
         reads_once: buffers (their `input_names`) that must be read completely, each byte by one threadgroup only and
             never twice by one thread; counted over all dispatches.
+        copies: inputs that MLX may copy before the kernel runs, because they are not contiguous by rows.
 
     Raises:
         AssertionError: what was found, a line each; the first dispatch with a finding is the last that is run.
@@ -77,7 +79,7 @@ def prove(
     def examine(dispatch: Dispatch) -> None:
         """Checked before it runs unchecked, which after an access out of bounds would be at everyone's risk."""
         proven.append(Proven(dispatch, check(dispatch)))
-        found = [*strict(dispatch.kernel), *proven[-1].checked.findings]
+        found = [*strict(dispatch.kernel), *proven[-1].checked.findings, *copied_unasked(dispatch.copies, copies)]
         _refuse([f"{dispatch.name}: {finding}" for finding in found or _differences(dispatch)], proven[-1])
 
     with emulated(*cached_functions(kernel), before=examine):

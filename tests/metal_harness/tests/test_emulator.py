@@ -5,6 +5,7 @@ import functools
 import numpy as np
 import pytest
 
+from tests.metal_harness.build import BuildError
 from tests.metal_harness.emulator import emulated
 from tests.metal_harness.executor import KernelError
 
@@ -124,6 +125,72 @@ def test_an_input_that_is_not_aligned_for_vectors():
     mx.eval(x)
     assert run(source, {"x": x}, (1,)).item() == 3
     assert run(source, {"x": x[4:]}, (1,)).item() == 11
+
+
+def test_copies_that_mlx_makes_in_silence_are_counted():
+    matrix = mx.arange(24.0).reshape(4, 6).astype(mx.bfloat16)
+    inputs = [matrix.T, matrix[1:3], matrix[:, 1:3], mx.broadcast_to(mx.array(3.0), (8,))]
+    names = ["turned", "rows", "columns", "same"]
+    call = {"output_shapes": [(1,)], "output_dtypes": [mx.float32], **ONE_THREAD}
+    for row_contiguous in (True, False):
+        with emulated() as emulation:
+            options = {"ensure_row_contiguous": row_contiguous}
+            kernel = mx.fast.metal_kernel("copies", names, ["out"], "out[0] = same[0];", **options)
+            for _ in range(2):
+                kernel(inputs=inputs, **call)
+        sizes = {("copies", "turned"): 48, ("copies", "columns"): 16, ("copies", "same"): 32}
+        assert emulation.copied == ({key: 2 * size for key, size in sizes.items()} if row_contiguous else {})
+
+
+def named(name: str, source: str):
+    kernel = mx.fast.metal_kernel(name, ["x"], ["out"], source)
+    call = {"output_shapes": [(1,)], "output_dtypes": [mx.float32], **ONE_THREAD}
+    return kernel(inputs=[mx.ones(9)], **call)[0].item()
+
+
+def test_one_name_for_two_sources_is_an_error():
+    with emulated():
+        assert named("a", "out[0] = x[0] * 2;") == named("a", "out[0] = x[0] * 2;") == 2
+        assert named("b", "out[0] = x[0] + 2;") == 3
+        with pytest.raises(KernelError, match="custom_kernel_a.*: two kernels have this name"):
+            named("a", "out[0] = x[0] + 2;")
+    with emulated():
+        assert named("a", "out[0] = x[0] + 2;") == 3
+
+
+def test_one_kernel_with_other_inputs_is_not_two_of_one_name():
+    """MLX puts types, and which inputs are `constant`, into the name."""
+    with emulated():
+        kernel = mx.fast.metal_kernel("inputs", ["x"], ["out"], "out[0] = x[0];")
+        call = {"output_shapes": [(1,)], "output_dtypes": [mx.float32], **ONE_THREAD}
+        for x in (mx.ones(7), mx.ones(8), mx.ones(8, mx.float16)):
+            assert kernel(inputs=[x], **call)[0].item() == 1
+
+
+@pytest.mark.parametrize(("limit", "threads", "runs"), [(896, 896, True), (896, 897, False), (1024, 1025, False)])
+def test_more_threads_than_the_kernel_may_have(limit, threads, runs):
+    """MLX looks at the threadgroup as it is asked for, though it then cuts it to the grid."""
+    with emulated(max_threads=limit) as emulation:
+        kernel = mx.fast.metal_kernel("wide", ["x"], ["out"], "out[0] = x[0];")
+        call = {"grid": (1, 1, 1), "threadgroup": (threads, 1, 1), "output_shapes": [(1,)]}
+        if runs:
+            kernel(inputs=[mx.ones(8)], output_dtypes=[mx.float32], **call)
+        else:
+            with pytest.raises(ValueError, match=rf"Thread group size \({threads}\) is greater than .* \({limit}\)"):
+                kernel(inputs=[mx.ones(8)], output_dtypes=[mx.float32], **call)
+    assert emulation.called("wide") == runs
+
+
+@pytest.mark.parametrize(("count", "takes"), [(29, True), (30, False)])
+def test_at_most_31_buffers(count, takes):
+    """Inputs, a shape that the source names, and the output."""
+    inputs = {f"x{i}": mx.ones(8) for i in range(count)}
+    source = "out[0] = x0_shape[0];"
+    if takes:
+        assert run(source, inputs, (1,)).item() == 8
+    else:
+        with pytest.raises(BuildError, match="32 buffers, Metal takes at most 31"):
+            run(source, inputs, (1,))
 
 
 def test_inputs_are_not_changed():

@@ -106,6 +106,14 @@ def test_wasteful_kernel_is_refused():
         prove(mirror, reference, X, source, atol=0, reads_once=["x"])
 
 
+def test_a_copy_that_nobody_asked_for_is_refused():
+    x = mx.contiguous(X.reshape(4, 32).T).T
+    with pytest.raises(AssertionError, match="mirror: x: 512 bytes are copied before the kernel runs"):
+        prove(mirror, reference, x, atol=0)
+    report = prove(mirror, reference, x, atol=0, copies=["x"])
+    assert report.dispatches[0].traffic["x"].copied == 512
+
+
 COMPARED = [
     ([mx.ones((2,))], [mx.ones((2,)), mx.ones((2,))], "1 outputs, the reference has 2"),
     ([mx.ones((2,))], [mx.ones((1, 2))], "of the reference"),

@@ -104,5 +104,14 @@ def test_two_dispatches_that_share_a_buffer():
 def test_ledger_adds_up():
     lines = ledger(traffic().values()).splitlines()
     assert len({len(line) for line in lines}) == 1
-    assert lines[1].split() == ["w", "2,048", "2,048", "2,048", "2,048", "0", "0"]
-    assert lines[-1].split() == ["total", "2,336", "2,304", "3,072", "4,096", "32", "32"]
+    assert lines[1].split() == ["w", "2,048", "2,048", "2,048", "2,048", "0", "0", "0"]
+    assert lines[-1].split() == ["total", "2,336", "2,304", "3,072", "4,096", "32", "32", "0"]
+
+
+def test_a_copy_is_in_the_ledger():
+    source = "uint i = thread_position_in_grid.x; y[i] = x[i] + z[i];"
+    inputs = {"x": mx.ones((8, 8)).T, "z": mx.ones((64,))}
+    used = check(dispatch_of(source, inputs, {"y": ((64,), mx.float32)})).traffic
+    assert [(use.name, use.copied) for use in used] == [("x", 256), ("z", 0), ("y", 0)]
+    assert ledger(used).splitlines()[-1].split()[-1] == "256"
+    assert sum(used[1:], used[0]).copied == 256
