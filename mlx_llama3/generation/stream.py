@@ -11,6 +11,7 @@ from mlx_llama3.generation.decoding import decode, prefill
 from mlx_llama3.generation.nan_check import nan_error
 from mlx_llama3.generation.sampling import Sampler, Sampling
 from mlx_llama3.generation.stop_strings import StopStrings
+from mlx_llama3.model.cache.double_buffered import DoubleBufferedKVCache
 from mlx_llama3.model.cache.kv_cache import KVCache
 from mlx_llama3.model.cache.memory import layer_bytes
 from mlx_llama3.model.transformer import Transformer
@@ -158,7 +159,7 @@ def check_context(model: Transformer, cache: Sequence[KVCache], new: int) -> Non
     args = replace(model.args, n_heads=attention.n_heads, n_kv_heads=attention.n_kv_heads)
     grown = layer_bytes(layer, args, model.norm.weight.dtype, end)
     hint = SHORTEN
-    if type(layer) is KVCache:
+    if type(layer) in (KVCache, DoubleBufferedKVCache):
         hint += ", or keep the cache in fewer bits (--kv-bits 8)"
     check_memory(len(cache) * max(0, grown - allocated), f"a context of {end} tokens", hint, available=free_memory())
 

@@ -8,6 +8,7 @@ from tiny_models import ARGS, tiny_args
 from mlx_llama3.errors import UserError
 from mlx_llama3.generation import stream
 from mlx_llama3.generation.stream import check_context, generate
+from mlx_llama3.model.cache.double_buffered import DoubleBufferedKVCache
 from mlx_llama3.model.cache.memory import context_bytes
 from mlx_llama3.model.cache.settings import CacheSettings
 from mlx_llama3.model.transformer import Transformer
@@ -32,6 +33,13 @@ def test_only_what_is_new_counts(model, monkeypatch) -> None:
         check_context(model, cache, 257)
     offset = cache[0].offset
     assert offset == 256  # nothing was written
+
+
+def test_a_cache_of_two_buffers_needs_both_and_is_told_of_fewer_bits(model, monkeypatch) -> None:
+    monkeypatch.setattr(stream, "free_memory", lambda: context_bytes(model.args, mx.float32, 256) * 3 // 2)
+    check_context(model, model.make_cache(), 256)
+    with pytest.raises(UserError, match=r"or keep the cache in fewer bits \(--kv-bits 8\)$"):
+        check_context(model, [DoubleBufferedKVCache() for _ in model.layers], 256)
 
 
 def test_under_tensor_parallelism_only_the_heads_of_this_rank_count(monkeypatch) -> None:
