@@ -4,6 +4,8 @@ import subprocess
 import sys
 import time
 
+import pytest
+
 from mlx_llama3.system.locks import exclusive, try_lock
 
 HOLD = """
@@ -28,6 +30,16 @@ def test_a_second_process_waits(tmp_path):
     with exclusive(tmp_path / "lock"):
         assert (tmp_path / "done").exists()
     assert other.wait(10) == 0
+
+
+def test_a_wait_has_an_end(tmp_path):
+    other = holder(tmp_path / "lock", 60)
+    with pytest.raises(TimeoutError, match="another process holds .*lock"), exclusive(tmp_path / "lock", seconds=0.2):
+        pytest.fail("it was locked")
+    other.kill()
+    other.wait(10)
+    with exclusive(tmp_path / "lock", seconds=10):
+        assert not (tmp_path / "done").exists()
 
 
 def test_a_lock_that_is_held_is_told_and_ends_with_its_process(tmp_path):
