@@ -45,8 +45,9 @@ def _model(model: dict[str, Any]) -> str:
 
 
 def _in_use(kernels: dict[str, Any]) -> str:
-    states = [decision["state"] for name, decision in kernels.items() if name != "asked"]
-    return f"{states.count('used')} of {len(states)}"
+    decisions = [by_rows.values() for name, by_rows in kernels.items() if name != "asked"]
+    used = sum(any(decision["state"] == "used" for decision in each) for each in decisions)
+    return f"{used} of {len(decisions)}"
 
 
 def _faults(kernels: dict[str, Any]) -> str:

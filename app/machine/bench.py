@@ -139,7 +139,10 @@ def _notes(report: dict[str, Any]) -> Iterator[str]:
     yield "GB/s: bytes of weights and cache that decoding reads. All figures are medians of alternating rounds."
     if report["copy"]:
         yield f"{report['copy']:.0f} GB/s is what a plain copy moves here: no specification of this chip is known."
-    if KERNELS not in report["ways"]:
+    used = {name: rows for name, rows in report["model"]["kernels"].items() if rows != "none"}
+    if used:
+        yield f"Fused kernels: {'; '.join(f'{name} at {rows}' for name, rows in used.items())}."
+    else:
         yield "No fused kernel is in use here; `mlx-llama3 doctor` says why."
 
 

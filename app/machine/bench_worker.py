@@ -10,7 +10,6 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +58,7 @@ def ours(folder: Path, length: int, count: int, reverse: bool) -> dict[str, Any]
     def tokens(ids: list[int], max_tokens: int) -> Iterator[int]:
         return (step.token for step in generate(model, tokenizer, ids, max_tokens=max_tokens, logit_bias=ban))
 
-    kernels = asdict(model.kernels)
+    kernels = {name: rows.label for name, rows in vars(model.kernels).items()}
     variants = {KERNELS: model.kernels, REFERENCES: REFERENCE} if model.kernels != REFERENCE else {OURS: REFERENCE}
     prompt = _prompt(length, model.args.vocab_size)
     readings: dict[str, list[dict[str, float]]] = {variant: [] for variant in variants}

@@ -7,7 +7,7 @@ blocks (`model/compiled.py`). `python -m benchmarks.ledger` counts them from an 
 
 from dataclasses import dataclass
 
-from mlx_llama3.model.kernels.kernel_set import Kernels
+from mlx_llama3.model.kernels.kernel_set import Kernels, Rows
 
 MLX_LM = 17  # dispatches of mlx-lm's llama, at short contexts
 
@@ -23,7 +23,8 @@ class Row:
 
     def count(self, kernels: Kernels) -> int:
         """The dispatches with these kernels in use."""
-        return self.fused if self.kernel is not None and getattr(kernels, self.kernel) else self.reference
+        fused = self.kernel is not None and Rows.ONE in getattr(kernels, self.kernel)
+        return self.fused if fused else self.reference
 
 
 ROWS = (

@@ -9,12 +9,11 @@ from app.machine.doctor_text import lines
 from app.machine.machine import this_machine
 from app.machine.matrix_check import check_matrices
 from app.options.model import OpenModel, open_model
-from mlx_llama3.autotune.choice import NAMES, KernelChoice, has_metal, requested_kernels, use_chosen
-from mlx_llama3.autotune.decisions import Decision
+from mlx_llama3.autotune.choice import KernelChoice, has_metal, requested_kernels, use_chosen
 from mlx_llama3.errors import UserError
 from mlx_llama3.model.cache.memory import bytes_a_token, context_bytes
 from mlx_llama3.model.cache.settings import KV_BITS, CacheSettings
-from mlx_llama3.model.kernels.kernel_set import FUSED, REFERENCE
+from mlx_llama3.model.kernels.kernel_set import FUSED, NAMES, REFERENCE
 from mlx_llama3.system.hub import DEMO, demo_folder
 from mlx_llama3.system.memory import free_memory
 
@@ -46,7 +45,7 @@ def examine(name: str | None) -> dict[str, Any]:
         "matrices": [asdict(check) for check in check_matrices()],
         "model": opened and _model(opened),
         "error": error,
-        "kernels": {"asked": mode, **{kernel: asdict(choice.decisions[kernel]) for kernel in NAMES}},
+        "kernels": {"asked": mode, **{kernel: _decisions(choice, kernel) for kernel in NAMES}},
         "dispatches": [
             {
                 "part": row.part,
@@ -63,7 +62,12 @@ def _choice(opened: OpenModel | None) -> KernelChoice:
     if opened is not None:
         return use_chosen(opened.model)
     reason = "not tried without a model" if has_metal() else "there is no Metal here"
-    return KernelChoice(REFERENCE, {name: Decision("absent", reason) for name in NAMES})
+    return KernelChoice.all_alike(REFERENCE, reason)
+
+
+def _decisions(choice: KernelChoice, kernel: str) -> dict[str, Any]:
+    """The decisions on a kernel by the numbers of rows for which they hold."""
+    return {rows.label: asdict(decision) for rows, decision in choice.decisions[kernel].items()}
 
 
 def _model(opened: OpenModel) -> dict[str, Any]:

@@ -73,8 +73,9 @@ def _model(model: dict[str, Any]) -> Iterator[str]:
 def _kernels(report: dict[str, Any]) -> Iterator[str]:
     kernels = dict(report["kernels"])
     yield f"kernels   MLX_LLAMA3_KERNELS is {kernels.pop('asked')}"
-    for name, decision in kernels.items():
-        yield f"  {name:16}{STATES[decision['state']]:10}{decision['reason']}"
+    for name, by_rows in kernels.items():
+        for number, (rows, decision) in enumerate(by_rows.items()):
+            yield f"  {'' if number else name:16}{rows:14}{STATES[decision['state']]:10}{decision['reason']}"
 
 
 def _dispatches(rows: list[dict[str, Any]]) -> Iterator[str]:

@@ -9,6 +9,7 @@ from mlx_llama3.autotune.trial import Case, matrix_form
 from mlx_llama3.model.cache.quantized import QuantizedKVCache
 from mlx_llama3.model.cache.settings import KV_BITS
 from mlx_llama3.model.kernels import add_rms_norm, rope_qkv, sdpa_quantized, swiglu_qmv
+from mlx_llama3.model.kernels.kernel_set import Rows
 from mlx_llama3.model.kernels.kv_packing import PackedLayout, pack
 from mlx_llama3.model.layers.packed_linear import PackedLinear
 
@@ -54,6 +55,7 @@ def _add_rms_norm(model: "Transformer") -> Iterator[Case]:
                 lambda inputs, outputs: (outputs[0], outputs[1], inputs[2]),
                 norm.weight.dtype,
                 calls=calls,
+                rows=Rows.of(length),
             )
 
 
@@ -74,6 +76,7 @@ def _rope_qkv(model: "Transformer") -> Iterator[Case]:
                 qkv.dtype,
                 f"heads{rest[:2]}",
                 calls,
+                rows=Rows.of(length),
             )
 
 
@@ -106,6 +109,7 @@ def _swiglu_qmv(model: "Transformer") -> Iterator[Case]:
                     x.dtype,
                     form,
                     calls // 3,
+                    rows=Rows.of(length),
                 )
 
 
@@ -136,6 +140,7 @@ def _sdpa_quantized(model: "Transformer") -> Iterator[Case]:
                     lambda inputs, outputs: (outputs[0], *inputs[1:]),
                     q.dtype,
                     calls=calls // 3,
+                    rows=Rows.of(length),
                 )
 
 

@@ -10,15 +10,16 @@ import os
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
-from functools import cache, partial
+from dataclasses import dataclass, replace
+from functools import cache, partial, reduce
+from operator import or_
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mlx_llama3.autotune.decisions import Decision, DecisionFile
-from mlx_llama3.autotune.trial import Case, Device, Timing, try_kernel
+from mlx_llama3.autotune.decisions import ByRows, Decision, DecisionFile, State, TrialsBusy
+from mlx_llama3.autotune.trial import Case, Device, Timing, try_by_rows
 from mlx_llama3.errors import UserError
-from mlx_llama3.model.kernels.kernel_set import FUSED, REFERENCE, Kernels
+from mlx_llama3.model.kernels.kernel_set import FUSED, NAMES, REFERENCE, Kernels, Rows
 from mlx_llama3.system.hub import cache_dir
 
 import mlx.core as mx
@@ -30,26 +31,30 @@ log = logging.getLogger(__name__)
 
 VARIABLE = "MLX_LLAMA3_KERNELS"
 MODES = ("auto", "reference", "fused")
-NAMES = tuple(field.name for field in fields(Kernels))
 
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """The kernels to use, and the decision on each kernel by its name."""
+    """The kernels to use, and the decisions on each kernel by its name."""
 
     kernels: Kernels
-    decisions: Mapping[str, Decision]
+    decisions: Mapping[str, ByRows]
 
     @classmethod
-    def of(cls, decisions: Mapping[str, Decision]) -> "KernelChoice":
-        """The kernels whose decision is "used"."""
-        return cls(Kernels(**{name: decision.state == "used" for name, decision in decisions.items()}), decisions)
+    def of(cls, decisions: Mapping[str, ByRows]) -> "KernelChoice":
+        """The kernels at the rows where the decision is "used"."""
+        return cls(Kernels(**{name: used_rows(by_rows) for name, by_rows in decisions.items()}), decisions)
 
     @classmethod
     def all_alike(cls, kernels: Kernels, reason: str) -> "KernelChoice":
         """All kernels, or none, for the same reason."""
         state = "used" if kernels == FUSED else "absent"
-        return cls(kernels, {name: Decision(state, reason) for name in NAMES})
+        return cls(kernels, {name: {Rows.ALL: Decision(state, reason)} for name in NAMES})
+
+
+def used_rows(by_rows: ByRows) -> Rows:
+    """The numbers of rows at which the decision is "used"."""
+    return reduce(or_, (rows for rows, decision in by_rows.items() if decision.state == "used"), Rows.NONE)
 
 
 def has_metal() -> bool:
@@ -116,36 +121,40 @@ def choose(
 ) -> KernelChoice:
     """The decision on each kernel: the stored one, or else the result of a trial of its cases, which is then stored.
 
-    whole_step: makes the case of all used kernels together. If that case is wrong or slower, none of them is used.
+    whole_step: makes the case of all used kernels together, for one row. If it is slower, none of them is used at one
+        row; if it is wrong, at none.
     """
     stored = file.read()
 
-    def decide(kernel: str, trials: Sequence[Case]) -> Decision:
+    def decide(kernel: str, trials: Sequence[Case]) -> ByRows:
         if not trials:
-            return Decision("absent", "it does not take the shapes or types of this model")
+            return _for_all_rows("absent", "it does not take the shapes or types of this model")
         key = "|".join([machine, *(case.key for case in trials)])
         name = f"kernel {kernel}" if kernel in NAMES else kernel
         if key in stored and stored[key] != _unfinished(file):
             return stored[key]
-        with file.trying():
-            if (decision := file.read().get(key)) is not None:  # stored by another process meanwhile
-                if decision == _unfinished(file):  # logged at every start: the crash may have had another cause
-                    _log(name, decision)
-                return decision
-            with _marked_unfinished(file, key):
-                decision = try_kernel(trials, device or Device(), timing or Timing())
-                file.add({key: decision})
+        try:
+            with file.trying():
+                if (decision := file.read().get(key)) is not None:  # stored by another process meanwhile
+                    if decision == _unfinished(file):  # logged at every start: the crash may have had another cause
+                        _log(name, decision)
+                    return decision
+                with _marked_unfinished(file, key):
+                    decision = try_by_rows(trials, device or Device(), timing or Timing())
+                    file.add({key: decision})
+        except TrialsBusy as busy:
+            return _for_all_rows("absent", str(busy))
         _log(name, decision)
         return decision
 
     decisions = {kernel: decide(kernel, trials) for kernel, trials in cases.items()}
     # The whole step has no quantized cache.
-    kernels = replace(KernelChoice.of(decisions).kernels, sdpa_quantized=False)
-    if whole_step is not None and kernels != REFERENCE:
-        step = decide("all kernels together", [whole_step(kernels)])
+    kernels = replace(KernelChoice.of(decisions).kernels, sdpa_quantized=Rows.NONE)
+    together = [kernel for kernel in decisions if Rows.ONE in getattr(kernels, kernel)]
+    if whole_step is not None and together:
+        (step,) = decide("all kernels together", [whole_step(kernels)]).values()
         if step.state != "used":
-            rejected = [kernel for kernel in decisions if getattr(kernels, kernel)]
-            decisions |= {kernel: _rejected(decisions[kernel], step) for kernel in rejected}
+            decisions |= {kernel: _rejected(decisions[kernel], step) for kernel in together}
     return KernelChoice.of(decisions)
 
 
@@ -153,7 +162,9 @@ def choose(
 def _marked_unfinished(file: DecisionFile, key: str) -> Iterator[None]:
     """Store an unfinished decision during a trial, so that the next start does not try a kernel that crashed.
 
-    MLX ends the process when a kernel faults on the GPU.
+    Since MLX 0.32 a fault on the GPU is a `RuntimeError` of the next wait for it, which fails the trial; before, it
+    ended the process. What still ends it: the compiler in the driver, the system where memory is short, and a person
+    whose machine stands still.
     """
     file.add({key: _unfinished(file)})
     try:
@@ -163,20 +174,27 @@ def _marked_unfinished(file: DecisionFile, key: str) -> Iterator[None]:
         raise
 
 
-def _unfinished(file: DecisionFile) -> Decision:
+def _unfinished(file: DecisionFile) -> ByRows:
     """The decision that is in the file while a trial runs."""
-    return Decision("failed", f"the program ended while it was tried; to try again, delete {file.path}")
+    return _for_all_rows("failed", f"the program ended while it was tried; to try again, delete {file.path}")
 
 
-def _rejected(decision: Decision, step: Decision) -> Decision:
-    """The decision for one kernel after the trial of the whole step failed."""
-    return Decision(step.state, f"all together: {step.reason}; alone: {decision.reason}", decision.ratio)
+def _for_all_rows(state: State, reason: str) -> ByRows:
+    return {Rows.ALL: Decision(state, reason)}
 
 
-def _log(name: str, decision: Decision) -> None:
-    """Log a decision in one line: a used kernel as information, any other as a warning."""
-    level = logging.INFO if decision.state == "used" else logging.WARNING
-    log.log(level, "%s: %s (%s)", name, decision.state, decision.reason)
+def _rejected(by_rows: ByRows, step: Decision) -> ByRows:
+    """The decisions on one kernel after the trial of the whole step failed."""
+    alone = next(decision for rows, decision in by_rows.items() if Rows.ONE in rows)
+    together = Decision(step.state, f"all together: {step.reason}; alone: {alone.reason}", alone.ratio)
+    return {Rows.ALL: together} if step.state == "failed" else {**by_rows, Rows.ONE: together}
+
+
+def _log(name: str, by_rows: ByRows) -> None:
+    """Log each decision in one line: a used kernel as information, any other as a warning."""
+    for decision in by_rows.values():
+        level = logging.INFO if decision.state == "used" else logging.WARNING
+        log.log(level, "%s: %s (%s)", name, decision.state, decision.reason)
 
 
 @cache

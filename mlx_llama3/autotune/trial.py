@@ -6,7 +6,8 @@ from statistics import median, quantiles
 from time import perf_counter
 from typing import Any
 
-from mlx_llama3.autotune.decisions import Decision
+from mlx_llama3.autotune.decisions import ByRows, Decision
+from mlx_llama3.model.kernels.kernel_set import Rows
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -36,6 +37,7 @@ class Case:
     calls: number of consecutive calls that are timed together, since a wait for the device takes as long as about
     twenty small kernels.
     slack: a factor on the tolerance.
+    rows: the numbers of rows that the case stands for.
     queued: also time the building of the graph; each call is queued while the next one is built, as in decoding. One
     call runs first, because the first call compiles.
     """
@@ -51,6 +53,7 @@ class Case:
     calls: int = 48
     slack: float = 1
     queued: bool = False
+    rows: Rows = Rows.ONE
 
     @property
     def key(self) -> str:
@@ -84,6 +87,20 @@ class Device:
         """Compute the arrays, and wait for them."""
         mx.eval(*arrays)
         mx.synchronize()
+
+
+def try_by_rows(cases: Sequence[Case], device: Device, timing: Timing) -> ByRows:
+    """Decide at which numbers of rows to use a kernel: `try_kernel` with the cases of each.
+
+    A kernel that is wrong or does not run at one of them is used at none.
+    """
+    decisions: dict[Rows, Decision] = {}
+    for rows in Rows:
+        if same := [case for case in cases if case.rows == rows]:
+            decisions[rows] = try_kernel(same, device, timing)
+            if decisions[rows].state == "failed":
+                return {Rows.ALL: decisions[rows]}
+    return decisions
 
 
 def try_kernel(cases: Sequence[Case], device: Device, timing: Timing) -> Decision:

@@ -36,7 +36,7 @@ def step_case(model: "Transformer", kernels: Kernels) -> Case:
         _step(model, REFERENCE),
         lambda _, outputs: (outputs[0].argmax(axis=-1, keepdims=True),),
         model.norm.weight.dtype,
-        f"{kernels}{_shapes(model)}",
+        f"{kernels}{stored_shapes(model)}",
         calls=max(1, min(16, round(TIMED_BYTES / bytes_per_step))),
         slack=4 * len(model.layers) ** 0.5,
         queued=True,
@@ -60,7 +60,7 @@ def _step(model: "Transformer", kernels: Kernels) -> Callable[[mx.array], Sequen
     return step
 
 
-def _shapes(model: "Transformer") -> str:
+def stored_shapes(model: "Transformer") -> str:
     """The number of layers and the storage forms of the matrices, for the key."""
     matrices = [module for module in model.modules() if isinstance(module, nn.Linear | nn.QuantizedLinear)]
     return f"{len(model.layers)}layers,{','.join(sorted({matrix_form(matrix) for matrix in matrices}))}"

@@ -8,6 +8,7 @@ the threads, save a third of its time.
 from dataclasses import dataclass
 from operator import is_
 
+from mlx_llama3.model.kernels.kernel_set import Rows
 from mlx_llama3.model.layers.tiled_linear import (
     LOG2_E,
     TILE,
@@ -66,7 +67,7 @@ class TiledFeedForward(FeedForward):
 
     def __init__(self, feed_forward: FeedForward) -> None:
         nn.Module.__init__(self)
-        self.fused = False
+        self.fused = Rows.NONE
         self.w13, self.w2 = feed_forward.w13, feed_forward.w2
         self._split: _SplitHidden | None = None
 

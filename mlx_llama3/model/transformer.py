@@ -8,7 +8,7 @@ from mlx_llama3.model.cache.settings import DEFAULT, CacheSettings, make_layers
 from mlx_llama3.model.compiled import CompiledBlocks
 from mlx_llama3.model.config import ModelArgs
 from mlx_llama3.model.kernels import rope_qkv, swiglu_qmv
-from mlx_llama3.model.kernels.kernel_set import REFERENCE, Kernels
+from mlx_llama3.model.kernels.kernel_set import REFERENCE, Kernels, Rows
 from mlx_llama3.model.layers.attention import scaled_dot_product_attention
 from mlx_llama3.model.layers.packed_linear import PackedLinear
 from mlx_llama3.model.layers.rope import Rope, RopeTables, StartPos
@@ -16,6 +16,11 @@ from mlx_llama3.model.residual import Residual, ResidualWatch
 
 import mlx.core as mx
 import mlx.nn as nn
+
+
+def _rows(x: mx.array) -> Rows:
+    """The number of rows of x, `(..., width)`."""
+    return Rows.of(x.size // x.shape[-1])
 
 
 class RMSNorm(nn.Module):
@@ -40,7 +45,7 @@ class Attention(nn.Module):
         super().__init__()
         self.n_heads, self.n_kv_heads, self.head_dim = args.n_heads, args.n_kv_heads, args.head_dim
         self.scale = args.head_dim**-0.5
-        self.fused = False  # `Transformer.use` sets it
+        self.fused = Rows.NONE  # `Transformer.use` sets it
         q_rows, kv_rows = args.n_heads * args.head_dim, args.n_kv_heads * args.head_dim
         self.wqkv = PackedLinear([nn.Linear(args.dim, rows, bias=False) for rows in (q_rows, kv_rows, kv_rows)])
         self.wo = nn.Linear(q_rows, args.dim, bias=False)
@@ -59,7 +64,7 @@ class Attention(nn.Module):
     def project(self, x: mx.array, start_pos: StartPos, freqs: RopeTables) -> tuple[mx.array, mx.array]:
         """The normed stream `(B, S, dim)` -> queries `(B, n_heads, S, head_dim)` and, in one array, keys and values
         `(2, B, n_kv_heads, S, head_dim)`. RoPE is applied to queries and keys."""
-        rotate = rope_qkv.fused if self.fused else rope_qkv.reference
+        rotate = rope_qkv.fused if _rows(x) in self.fused else rope_qkv.reference
         return rotate(self.wqkv.packed(x), self.n_heads, self.n_kv_heads, start_pos, freqs)
 
     def join(self, heads: mx.array) -> mx.array:
@@ -77,11 +82,11 @@ class FeedForward(nn.Module):
         super().__init__()
         self.w13 = PackedLinear([nn.Linear(args.dim, args.hidden_dim, bias=False) for _ in range(2)])
         self.w2 = nn.Linear(args.hidden_dim, args.dim, bias=False)
-        self.fused = False  # `Transformer.use` sets it
+        self.fused = Rows.NONE  # `Transformer.use` sets it
 
     def __call__(self, x: mx.array) -> mx.array:
         """The normed stream `(B, S, dim)` -> the update `(B, S, dim)`."""
-        swiglu = swiglu_qmv.fused if self.fused else swiglu_qmv.reference
+        swiglu = swiglu_qmv.fused if _rows(x) in self.fused else swiglu_qmv.reference
         return self.w2(swiglu(self.w13, x))  # swiglu: (B, S, hidden_dim)
 
 
@@ -166,8 +171,9 @@ class Transformer(nn.Module):
         freqs = self.rope.frequencies(start_pos, length)
         mask = "causal" if length > 1 else None
         x = self.tok_embeddings(tokens)
-        if self.kernels.add_rms_norm or self.watch is not None:
-            x = Residual(x, fused=self.kernels.add_rms_norm, watch=self.watch)
+        fused = Rows.of(tokens.size) in self.kernels.add_rms_norm
+        if fused or self.watch is not None:
+            x = Residual(x, fused=fused, watch=self.watch)
         decodes = length == 1 and cache is not None
         blocks = self.compiled_blocks.of(self.layers) if self.compiles and decodes else self.layers
         for block, layer_cache in zip(blocks, cache or [None] * len(blocks), strict=True):

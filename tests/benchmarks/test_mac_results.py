@@ -10,7 +10,7 @@ REPORT = {
     "machine": {"chip": "Apple M3", "system": "macOS 15.1", "mlx": "0.32.4"},
     "matrices": [{"verdict": "right"}, {"verdict": "right"}],
     "model": {"n_layers": 16, "dim": 2048, "quantization": {"bits": 4, "mode": "affine"}, "bytes": 7e8},
-    "kernels": {"asked": "auto", "a": {"state": "used"}, "b": {"state": "failed"}},
+    "kernels": {"asked": "auto", "a": {"1 row": {"state": "used"}}, "b": {"all rows": {"state": "failed"}}},
     "sections": {
         "kernels": {"a": [{"case": "one token", "right": True}], "b": [{"case": "one token", "right": False}]},
         "step": {"ratio": 0.912},

@@ -13,7 +13,7 @@ from mlx_llama3.checkpoint.loading import load_model
 from mlx_llama3.model.cache.settings import CacheSettings
 from mlx_llama3.model.compiled import CompiledBlock
 from mlx_llama3.model.hooks.norms import NormCapture
-from mlx_llama3.model.kernels.kernel_set import FUSED, REFERENCE, Kernels
+from mlx_llama3.model.kernels.kernel_set import FUSED, REFERENCE, Kernels, Rows
 from mlx_llama3.model.layers import tiled_linear
 from tests.metal_harness.emulator import emulated
 
@@ -51,7 +51,7 @@ def decoded(model, kernels: Kernels, *, compiles: bool, watched: bool):
 
 
 @pytest.mark.parametrize("watched", [False, True], ids=["plain", "watched"])
-@pytest.mark.parametrize("kernels", [FUSED, *(Kernels(**{name: True}) for name in NAMES)], ids=str)
+@pytest.mark.parametrize("kernels", [FUSED, *(Kernels(**{name: Rows.ALL}) for name in NAMES)], ids=str)
 def test_the_same_tokens_logits_and_norms(model, kernels, watched):
     tokens, logits, norms = decoded(model, REFERENCE, compiles=False, watched=watched)
     with emulated() as emulation:

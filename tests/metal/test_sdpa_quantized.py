@@ -9,6 +9,7 @@ from quantized_attention import attention64, inputs
 
 from mlx_llama3.model.cache.quantized import QuantizedKVCache
 from mlx_llama3.model.kernels import sdpa_quantized
+from mlx_llama3.model.kernels.kernel_set import Rows
 from mlx_llama3.model.kernels.kv_packing import PackedLayout, unpack
 from tests.metal_harness.checking.mutation import unneeded_barriers
 from tests.metal_harness.checking.proof import Report
@@ -138,7 +139,7 @@ def test_every_barrier_is_needed(lengths):
 def test_a_cache_gives_the_same_with_and_without_the_kernel():
     """A prompt, a draft that is partly trimmed, and single positions past the end of a block and past 1,024."""
     layout = PackedLayout(64, 4)
-    caches = [QuantizedKVCache(layout, fused=fused) for fused in (True, False)]
+    caches = [QuantizedKVCache(layout, fused=fused) for fused in (Rows.ALL, Rows.NONE)]
     kv, q = mx.random.normal((2, 1, 2, 1100, 64)), mx.random.normal((1, 6, 1100, 64))
     with emulated() as emulation:
         start, calls = 0, 0

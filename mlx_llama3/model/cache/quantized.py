@@ -32,6 +32,7 @@ import copy
 
 from mlx_llama3.model.cache.kv_cache import KVCache
 from mlx_llama3.model.kernels import sdpa_quantized
+from mlx_llama3.model.kernels.kernel_set import Rows
 from mlx_llama3.model.kernels.kv_packing import PackedLayout, pack, unpack
 from mlx_llama3.model.layers.attention import scaled_dot_product_attention
 
@@ -52,17 +53,16 @@ class QuantizedKVCache(KVCache):
 
     Args:
         layout: layout of a packed position.
-        fused: attend with the kernel `sdpa_quantized` where it takes the inputs.
+        fused: for how many new positions of a sequence to attend with the kernel `sdpa_quantized`.
     """
 
     FIRST, NEWEST, BLOCK = 32, 64, 64
     FEW = 8  # up to this many new positions (a draft) attend to packed positions without dequantizing them
     ROOM = FIRST + NEWEST + BLOCK + FEW
 
-    def __init__(self, layout: PackedLayout, *, fused: bool = False) -> None:
+    def __init__(self, layout: PackedLayout, *, fused: Rows = Rows.NONE) -> None:
         self.offset = 0
-        self._layout = layout
-        self._sdpa = sdpa_quantized.fused if fused else sdpa_quantized.reference
+        self._layout, self._fused = layout, fused
         self._n_packed = 0  # the packed positions come after the first FIRST, which are dense like all later ones
         self._dense: mx.array | None = None  # (2, B, n_kv_heads, ROOM, head_dim)
         self._packed: mx.array | None = None  # uint32 (B, n_kv_heads, capacity, words)
@@ -73,7 +73,8 @@ class QuantizedKVCache(KVCache):
         if length <= self.FEW and (mask == "causal" if length > 1 else not isinstance(mask, mx.array)):
             self._append(kv)
             lengths = (self._n_dense, self._n_packed)
-            out = self._sdpa(q, self._dense, self._packed, lengths, scale, self._layout)
+            sdpa = sdpa_quantized.fused if Rows.of(length) in self._fused else sdpa_quantized.reference
+            out = sdpa(q, self._dense, self._packed, lengths, scale, self._layout)
             self._pack_oldest()
             return out
         keys, values = kv[0, ...], kv[1, ...]

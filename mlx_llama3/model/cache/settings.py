@@ -7,6 +7,7 @@ from mlx_llama3.model.cache.kv_cache import KVCache
 from mlx_llama3.model.cache.quantized import QuantizedKVCache
 from mlx_llama3.model.cache.rotating import RotatingKVCache, Window
 from mlx_llama3.model.config import ModelArgs
+from mlx_llama3.model.kernels.kernel_set import Rows
 from mlx_llama3.model.kernels.kv_packing import KEY_GROUP, PackedLayout
 
 KV_BITS = (4, 8)
@@ -46,8 +47,9 @@ class CacheSettings:
 DEFAULT = CacheSettings()
 
 
-def make_layers(settings: CacheSettings, args: ModelArgs, *, fused: bool = False) -> list[KVCache]:
-    """An empty cache, one entry a layer. fused: a quantized one attends with the kernel `sdpa_quantized`.
+def make_layers(settings: CacheSettings, args: ModelArgs, *, fused: Rows = Rows.NONE) -> list[KVCache]:
+    """An empty cache, one entry a layer. fused: for how many new positions a quantized one attends with
+    the kernel `sdpa_quantized`.
 
     Raises `UserError` for settings that do not fit the model.
     """

@@ -4,6 +4,6 @@ The reference runs where there is no Metal, for shapes and dtypes that the kerne
 this machine measured the kernel as slower or wrong (`mlx_llama3/autotune`).
 """
 
-from mlx_llama3.model.kernels.kernel_set import FUSED, REFERENCE, Kernels
+from mlx_llama3.model.kernels.kernel_set import FUSED, REFERENCE, Kernels, Rows
 
-__all__ = ["FUSED", "REFERENCE", "Kernels"]
+__all__ = ["FUSED", "REFERENCE", "Kernels", "Rows"]

@@ -8,10 +8,10 @@ from tiny_models import ARGS, tiny_args
 from app import cli
 from app.machine import doctor
 from app.options.model import OpenModel
-from mlx_llama3.autotune.choice import NAMES, KernelChoice
+from mlx_llama3.autotune.choice import KernelChoice
 from mlx_llama3.autotune.decisions import Decision
 from mlx_llama3.errors import UserError
-from mlx_llama3.model.kernels.kernel_set import Kernels
+from mlx_llama3.model.kernels.kernel_set import NAMES, Rows
 from mlx_llama3.model.transformer import Transformer
 
 import mlx.core as mx
@@ -83,19 +83,26 @@ def test_without_metal_it_says_so(run) -> None:
 
 def test_the_kernels_of_a_mac(run, monkeypatch) -> None:
     decisions = {
-        "add_rms_norm": Decision("used", "one token: 0.71 of the reference's time (±0.01)", 0.71),
-        "rope_qkv": Decision("slower", "one token: 1.20 of the reference's time (±0.01)", 1.2),
-        "swiglu_qmv": Decision("failed", "one token: output 0 holds NaN or infinity"),
-        "sdpa_quantized": Decision("absent", "it does not take the shapes or types of this model"),
+        "add_rms_norm": {Rows.ONE: Decision("used", "one token: 0.71 of the reference's time (±0.01)", 0.71)},
+        "rope_qkv": {
+            Rows.ONE: Decision("slower", "one token: 1.20 of the reference's time (±0.01)", 1.2),
+            Rows.FEW: Decision("used", "a draft of 3 tokens: 0.90 of the reference's time (±0.01)", 0.9),
+        },
+        "swiglu_qmv": {Rows.ALL: Decision("failed", "one token: output 0 holds NaN or infinity")},
+        "sdpa_quantized": {Rows.ALL: Decision("absent", "it does not take the shapes or types of this model")},
     }
-    monkeypatch.setattr(doctor, "use_chosen", lambda model: KernelChoice(Kernels(add_rms_norm=True), decisions))
+    monkeypatch.setattr(doctor, "use_chosen", lambda model: KernelChoice.of(decisions))
     _, out, _ = run("-m", "tiny")
     lines = out.splitlines()
-    assert "  add_rms_norm    used      one token: 0.71 of the reference's time (±0.01)" in lines
-    assert "  rope_qkv        slower    one token: 1.20 of the reference's time (±0.01)" in lines
-    assert "  swiglu_qmv      failed    one token: output 0 holds NaN or infinity" in lines
+    assert "  add_rms_norm    1 row         used      one token: 0.71 of the reference's time (±0.01)" in lines
+    at = lines.index("  rope_qkv        1 row         slower    one token: 1.20 of the reference's time (±0.01)")
+    few = "                  2 to 8 rows   used      a draft of 3 tokens: 0.90 of the reference's time (±0.01)"
+    assert lines[at + 1] == few
+    assert "  swiglu_qmv      all rows      failed    one token: output 0 holds NaN or infinity" in lines
     report = json.loads(run("-m", "tiny", "--json")[1])
-    assert report["kernels"]["rope_qkv"] == {"state": "slower", "reason": decisions["rope_qkv"].reason, "ratio": 1.2}
+    assert list(report["kernels"]["rope_qkv"]) == ["1 row", "2 to 8 rows"]
+    reason = decisions["rope_qkv"][Rows.ONE].reason
+    assert report["kernels"]["rope_qkv"]["1 row"] == {"state": "slower", "reason": reason, "ratio": 1.2}
     sums = {column: sum(row[column] for row in report["dispatches"]) for column in ("references", "kernels", "in use")}
     assert sums["kernels"] <= 10  # the limit that the project promises
     assert sums["kernels"] < sums["in use"] == sums["references"] - 2  # two adds are part of two norms

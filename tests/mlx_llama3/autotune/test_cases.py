@@ -16,7 +16,7 @@ from mlx_llama3.autotune.trial import Timing, difference, try_kernel
 from mlx_llama3.autotune.whole_step import CONTEXT, step_case
 from mlx_llama3.checkpoint import loading
 from mlx_llama3.model.kernels import rope_qkv
-from mlx_llama3.model.kernels.kernel_set import FUSED, REFERENCE
+from mlx_llama3.model.kernels.kernel_set import FUSED, REFERENCE, Rows
 from mlx_llama3.model.transformer import Transformer
 from tests.metal_harness.emulator import emulated
 from tests.metal_harness.host import unsupported
@@ -47,6 +47,8 @@ def model(tmp_path_factory) -> Transformer:
 def test_cases_are_the_models_own(model) -> None:
     cases = model_cases(model)
     keys = [case.key for each in cases.values() for case in each]
+    assert {case.rows for case in cases["rope_qkv"]} == set(Rows)
+    assert {case.rows for case in cases["sdpa_quantized"]} == {Rows.ONE, Rows.FEW}
     assert len(set(keys)) == len(keys)
     assert "add_rms_norm(float32[1,1,128],float32[1,1,128],float32[128])" in keys
     assert "rope_qkv(float32[1,257,512])heads(4,2)" in keys
@@ -122,7 +124,7 @@ def test_where_kernels_cannot_run_none_is_used_and_the_log_says_why(model, tmp_p
     with caplog.at_level(logging.WARNING):
         chosen = choose(model_cases(model), DecisionFile(tmp_path / "k.json"), "Linux", device=StandIn())
     assert chosen.kernels == REFERENCE
-    assert {each.state for each in chosen.decisions.values()} == {"failed"}
+    assert {each.state for by_rows in chosen.decisions.values() for each in by_rows.values()} == {"failed"}
     assert all("No Metal back-end" in record.getMessage() for record in caplog.records)
     decision = try_kernel([step_case(model, FUSED)], StandIn(), Timing())
     assert decision.state == "failed" and "No Metal back-end" in decision.reason
@@ -142,7 +144,7 @@ def test_shipped_kernels_pass_their_trials_on_emulated_metal(model) -> None:
 @in_the_harness
 def test_shipped_kernels_pass_together_on_emulated_metal(model) -> None:
     with emulated() as emulation:
-        assert difference(step_case(model, replace(FUSED, sdpa_quantized=False)), StandIn()) is None
+        assert difference(step_case(model, replace(FUSED, sdpa_quantized=Rows.NONE)), StandIn()) is None
     assert all(emulation.called(f"llama3_{kernel}") for kernel in NAMES if kernel != "sdpa_quantized")
     model.use(REFERENCE)
 

@@ -10,9 +10,12 @@ import pytest
 
 from mlx_llama3.autotune import decisions
 from mlx_llama3.autotune.decisions import FORMAT, Decision, DecisionFile
+from mlx_llama3.model.kernels.kernel_set import Rows
 
-A = Decision("used", "one token: 0.80 of the reference's time", 0.8)
-B = Decision("failed", "one token: output 0 holds NaN or infinity")
+FAST = Decision("used", "one token: 0.80 of the reference's time", 0.8)
+SLOW = Decision("slower", "a draft of 3 tokens: 1.20 of the reference's time", 1.2)
+A = {Rows.ONE: FAST, Rows.FEW: SLOW}
+B = {Rows.ALL: Decision("failed", "one token: output 0 holds NaN or infinity")}
 
 
 def test_what_is_added_is_read(tmp_path, caplog) -> None:
@@ -29,7 +32,7 @@ def test_what_is_added_is_read(tmp_path, caplog) -> None:
 
 def content(**changes) -> str:
     decision = {"state": "used", "reason": "fast", "ratio": 0.5} | changes
-    return json.dumps({"format": FORMAT, "decisions": {"a": decision}})
+    return json.dumps({"format": FORMAT, "decisions": {"a": {"ONE": decision}}})
 
 
 @pytest.mark.parametrize(
@@ -41,9 +44,13 @@ def content(**changes) -> str:
         "null",
         "{}",
         "[" * 100_000,
-        '{"format": 1, "decisions": []}',
-        '{"format": 1, "decisions": {"a": 1}}',
-        content().replace('"format": 1', '"format": 2'),
+        '{"format": 2, "decisions": []}',
+        '{"format": 2, "decisions": {"a": 1}}',
+        '{"format": 2, "decisions": {"a": {}}}',
+        '{"format": 1, "decisions": {"a": {"state": "used", "reason": "fast", "ratio": 0.5}}}',
+        content().replace('"format": 2', '"format": 1'),
+        content().replace('"format": 2', '"format": 3'),
+        content().replace('"ONE"', '"TWO"'),
         content(state="absent"),
         content(state=1),
         content(reason=None),
@@ -94,7 +101,9 @@ def test_the_oldest_go_first(tmp_path, monkeypatch) -> None:
 def test_two_processes_at_once_lose_nothing(tmp_path) -> None:
     script = (
         "import sys; from pathlib import Path; from mlx_llama3.autotune.decisions import Decision, DecisionFile\n"
-        "for i in range(40): DecisionFile(Path(sys.argv[1])).add({sys.argv[2] + str(i): Decision('used', 'x', 0.5)})"
+        "from mlx_llama3.model.kernels.kernel_set import Rows\n"
+        "used = {Rows.ONE: Decision('used', 'x', 0.5)}\n"
+        "for i in range(40): DecisionFile(Path(sys.argv[1])).add({sys.argv[2] + str(i): used})"
     )
     path = tmp_path / "k.json"
     workers = [subprocess.Popen([sys.executable, "-c", script, str(path), name]) for name in "ab"]
