@@ -20,6 +20,7 @@ help:
 	@echo "make bench         speed and memory beside mlx-lm, llama.cpp and transformers; ledger of the kernels (an hour)"
 	@echo "make bench-convert memory and speed of the converter beside mlx-lm (minutes, 20 GB of disk)"
 	@echo "make fuzz          100,000 damaged files for each reader of checkpoints"
+	@echo "make mutants       plants faults in the Metal kernels, which their tests must notice (half an hour)"
 	@echo "make test-peers    tests beside llama.cpp, which is compiled first (minutes), and torch"
 	@echo "make soak          the long tests: a stream of 4,000 tokens in the UI, a needle in 6,000 tokens"
 	@echo "make clean         remove .venv and what tools left behind"
@@ -54,6 +55,9 @@ bench-convert: .venv/installed-test
 
 fuzz: .venv/installed-test
 	@$(BIN)/python tests/support/fuzz_readers.py $(ARGS)
+
+mutants: .venv/installed-test
+	@$(BIN)/python tests/support/kernel_mutants.py $(ARGS)
 
 soak: .venv/installed-test
 	@SOAK=1 $(BIN)/python -m pytest tests/app/ui -k "long_fast_stream or many_turns" -s $(ARGS)
