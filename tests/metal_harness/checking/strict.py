@@ -1,24 +1,26 @@
 """What Apple's compiler would refuse, or what this project does not rely on, found without it.
 
 The kernel is compiled as C++ for OpenCL with true address spaces, syntax only. Errors and warnings of clang are one
-half; the other half are rules over its syntax tree, because C++ for OpenCL gives a pointer without an address space the
+part; another are rules over its syntax tree, because C++ for OpenCL gives a pointer without an address space the
 generic one, knows `double`, and converts float to bfloat silently, which Metal does not (Metal Shading Language
-Specification, sections 2.1 and 4).
+Specification, sections 2.1 and 4). The rest are rules over the words of the source (words.py).
 """
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 
 from tests.metal_harness import build
 from tests.metal_harness.checking.clang_ast import Node, nodes
+from tests.metal_harness.checking.words import (
+    Finding,
+    bfloat_without_need,
+    mlx_names,
+    names,
+    signature_words,
+    without_comments,
+)
 from tests.metal_harness.source import Kernel
 
-import mlx.core
-
-KERNELS = Path(mlx.core.__file__).parent / "include/mlx/backend/metal/kernels"
 # The syntax tree on stdout, and warnings beside those that clang gives by itself.
 FLAGS = (
     *("-Xclang", "-ast-dump", "-fno-color-diagnostics"),
@@ -45,17 +47,6 @@ DECLARATIONS = ("VarDecl", "ParmVarDecl", "FieldDecl", "TypedefDecl", "TypeAlias
 CASTS = ("CStyleCastExpr", "CXXFunctionalCastExpr", "CXXReinterpretCastExpr", "CXXStaticCastExpr", "CXXConstCastExpr")
 
 
-@dataclass(frozen=True, order=True)
-class Finding:
-    """One thing to change, at a line of the MSL."""
-
-    line: int
-    text: str
-
-    def __str__(self) -> str:
-        return f"line {self.line}: {self.text}"
-
-
 def strict(kernel: Kernel) -> list[Finding]:
     """Findings in a kernel's source; empty for a good one.
 
@@ -69,8 +60,10 @@ def strict(kernel: Kernel) -> list[Finding]:
     found = [*_told_by_clang(diagnostics, file)]
     for rule in (_no_address_space, _double, _bfloat, _constructs, _reference_results):
         found += [finding for node in tree for finding in rule(node)]
-    names = _unknown_names(kernel.source, tree) if tree else ()
-    return sorted({*found, *names})
+    found += _unknown_names(kernel.source, tree) if tree else ()
+    if kernel.name.startswith("custom_kernel_"):  # not MLX's own, whose signature is written by hand
+        found += [*signature_words(kernel), *bfloat_without_need(kernel)]
+    return sorted(set(found))
 
 
 def _compile(kernel: Kernel) -> tuple[str, str]:
@@ -140,30 +133,12 @@ def _reference_results(node: Node) -> Iterator[Finding]:
 
 def _unknown_names(msl: str, tree: Iterable[Node]) -> Iterator[Finding]:
     """Names that neither the kernel declares nor MLX's own Metal sources use."""
-    code = _without_comments(msl)
+    code = without_comments(msl)
     known = mlx_names() | _declared(tree) | set(re.findall(r"#define (\w+)", code))
     for number, line in enumerate(code.splitlines(), 1):
-        for name in _names(line):
+        for name in names(line):
             if name not in known and not name.startswith("custom_kernel_"):
                 yield Finding(number, f"{name}: not used in MLX's own Metal sources")
-
-
-@cache
-def mlx_names() -> frozenset[str]:
-    """All names that occur in the Metal sources of the installed MLX."""
-    text = "\n".join(_without_comments(path.read_text()) for path in KERNELS.rglob("*.h"))
-    return frozenset(_names(text))
-
-
-def _names(code: str) -> Iterator[str]:
-    """Identifiers, without members (`.xyz`) and suffixes of numbers."""
-    code = re.sub(r'"(\\.|[^"\\\n])*"', '""', code)
-    yield from re.findall(r"(?<![\w.])(?<!->)[A-Za-z_]\w*", code)
-
-
-def _without_comments(code: str) -> str:
-    """The code with its line breaks kept."""
-    return re.sub(r"//[^\n]*|/\*.*?\*/", lambda match: re.sub(r"[^\n]", " ", match[0]), code, flags=re.S)
 
 
 def _declared(tree: Iterable[Node]) -> set[str]:

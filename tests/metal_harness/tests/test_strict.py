@@ -74,6 +74,41 @@ def test_bad_line_is_found(line, said):
     assert {finding.line for finding in found} == {tested.kernel.source.splitlines().index(line) + 1}
 
 
+# In these, MLX makes a parameter of a word that the body does not use, or uses elsewhere too.
+MISREAD = [
+    ("y[0] = T(0);  // a row of x_shape", "x_shape in a comment"),
+    ("/* not\nw_ndim */ y[0] = T(0);", "w_ndim in a comment"),
+    ("uint max_strides = 1; y[0] = T(max_strides);", "max_strides contains x_strides"),
+    ("uint x_shape_0 = 1; y[0] = T(x_shape_0);", "x_shape_0 contains x_shape"),
+    (
+        "uint threads_per_grid_row = 1; y[0] = T(threads_per_grid_row);",
+        "threads_per_grid_row contains threads_per_grid",
+    ),
+    ("y[thread_position_in_grid.x] = T(0);  // thread_position_in_grid", "thread_position_in_grid in a comment"),
+]
+
+
+@pytest.mark.parametrize(("line", "said"), MISREAD, ids=[line for line, _ in MISREAD])
+def test_a_word_that_mlx_takes_for_a_parameter_is_found(line, said):
+    (finding,) = findings(line)
+    assert said in finding.text
+
+
+def test_words_that_are_parameters_and_words_elsewhere_pass():
+    """One attribute's name can hold another's; a header's words make no parameters."""
+    good = "y[0] = T(x_shape[0] + x_strides[0] + x_ndim + dispatch_threads_per_threadgroup.x);"
+    assert findings(good, header="// x_ndim, thread_index_in_simdgroup\n") == []
+    assert findings("uint wide_shape = 1; y[0] = T(wide_shape);") == []
+
+
+def test_bfloat_in_a_kernel_of_other_types_is_found():
+    body = "y[0] = T(float(bfloat16_t(w[0])));"
+    assert findings(body) == []
+    (finding,) = findings(body, dtype=mx.float16)
+    assert finding.text == "bfloat16_t in a kernel without an input or output of this type"
+    assert findings("y[0] = T(0);  // not bfloat", dtype=mx.float16) == []
+
+
 BAD_HEADERS = [
     ("float first(float* p) { return p[0]; }", "pointer or reference without an address space"),
     ("struct S { float a[3]; thread float& at(int i) thread { return a[i]; } };", "a method that returns a reference"),
