@@ -59,6 +59,9 @@ class Mode:
 
 
 RUN = Mode("run", ("-O2",), ("-O2",))
+# Where fast math is on, `exp(-inf)` need not be 0: functions give NaN for infinite arguments or results, except those
+# of `metal::precise`. (MLX compiles with safe math unless it is asked, but `metal::fast` stays fast.)
+FINITE = Mode("finite", (*RUN.frontend, "-DMETAL_FINITE_MATH"), RUN.optimizer)
 
 
 def library(kernel: Kernel, mode: Mode = RUN) -> Path:

@@ -47,6 +47,7 @@ CHECKED = Mode(
     "checked",
     frontend=(
         *("-O1", "-gline-tables-only", "-gdwarf-4", "-fno-discard-value-names", "-ftrivial-auto-var-init=pattern"),
+        "-DMETAL_FINITE_MATH",
         "-fsanitize=kernel-address,alignment,array-bounds,integer-divide-by-zero,float-cast-overflow,signed-integer-overflow",
         "-fsanitize-recover=all",
     ),

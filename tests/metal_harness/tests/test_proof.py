@@ -68,6 +68,9 @@ BAD = [
     ("T(row", "T(0 * row", "values differ"),
     ("[i] = T", "[i / 2] = T", "race, write to y"),
     ("T(row", "T(own[0] + row", "is a variable read before it has a value"),
+    ("T(row", "T(metal::exp(-INFINITY) + row", "right for finite numbers only: exp(-inf) need not be 0"),
+    ("T(row", "T(metal::fast::exp2(own[1] - INFINITY) + row", "right for finite numbers only"),
+    ("T(row", "T(1.0f / metal::fast::pow(2.0f, 200.0f) + row", "right for finite numbers only"),
     ("x[i]", "x[i + 1]", "access out of bounds, read of x"),
 ]
 
@@ -77,6 +80,11 @@ def test_bad_kernel_is_refused(old, new, said):
     assert old in SOURCE
     with pytest.raises(AssertionError, match=r"(?s).*" + said.replace("(", r"\(").replace(")", r"\)")):
         prove(mirror, reference, X, SOURCE.replace(old, new), atol=1e-6)
+
+
+def test_precise_functions_and_finite_numbers_pass():
+    source = SOURCE.replace("T(row", "T(metal::precise::exp(-INFINITY) + metal::fast::exp2(-3.0e38f) + row")
+    assert prove(mirror, reference, X, source, atol=0).error == 0
 
 
 def test_result_that_depends_on_the_order_of_threads():
