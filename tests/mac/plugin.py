@@ -4,6 +4,7 @@ Test modules see macOS as the project's modules do, so that what they skip there
 """
 
 import os
+from pathlib import Path
 from types import ModuleType
 
 from _pytest.assertion.rewrite import AssertionRewritingHook
@@ -13,6 +14,8 @@ from tests.mac.imports import Finder, is_of_project
 from tests.mac.start import VARIABLE, start, started, use_linked_folder
 
 if (finder := started()) is None:
+    # Not ~/Library/Caches: what was fetched for the tests once is there for these runs too.
+    os.environ.setdefault("MLX_LLAMA3_CACHE", str(Path.home() / ".cache" / "mlx-llama3"))
     use_linked_folder()
     finder = start(os.environ.get(VARIABLE) or COMPILED)
 

@@ -50,7 +50,8 @@ def test_can_fail(demo, monkeypatch):
     model, _ = demo
     with monkeypatch.context() as patch:
         scaled = Rope(model.args)
-        scaled._inv_freq = scaled._inv_freq / 32  # all wavelengths, since Llama's scaling has no effect on short texts
+        # All wavelengths, since Llama's scaling has no effect on short texts. A GPU takes their reciprocal, the periods.
+        scaled._inv_freq, scaled.periods = scaled._inv_freq / 32, scaled.periods * 32
         patch.setattr(model, "rope", scaled)
         assert not retrieves(demo, 40, 0.6)[0]
     monkeypatch.setattr(KVCache, "positions", lambda self, length: 0)
