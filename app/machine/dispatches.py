@@ -31,7 +31,7 @@ ROWS = (
     Row("two adds and the norms after them", 4, 2, "add_rms_norm"),
     Row("product with wq, wk, wv", 1, 1),
     Row("rotation; keys and values side by side", 3, 1, "rope_qkv"),
-    Row("cache write", 1, 1),
+    Row("cache write", 1, 2, "double_buffer"),
     Row("attention", 1, 1),
     Row("product with wo", 1, 1),
     Row("products with w1, w3 and SwiGLU", 2, 1, "swiglu_qmv"),

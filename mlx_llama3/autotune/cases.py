@@ -5,6 +5,7 @@ from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING
 
+from mlx_llama3.autotune.cache_case import cache_cases
 from mlx_llama3.autotune.trial import Case, matrix_form
 from mlx_llama3.model.cache.quantized import QuantizedKVCache
 from mlx_llama3.model.cache.settings import KV_BITS
@@ -36,6 +37,7 @@ def model_cases(model: "Transformer") -> dict[str, list[Case]]:
         "rope_qkv": _rope_qkv,
         "swiglu_qmv": _swiglu_qmv,
         "sdpa_quantized": _sdpa_quantized,
+        "double_buffer": cache_cases,
     }
     return {kernel: list(make(model)) for kernel, make in makers.items()}
 

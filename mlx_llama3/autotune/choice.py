@@ -148,8 +148,8 @@ def choose(
         return decision
 
     decisions = {kernel: decide(kernel, trials) for kernel, trials in cases.items()}
-    # The whole step has no quantized cache.
-    kernels = replace(KernelChoice.of(decisions).kernels, sdpa_quantized=Rows.NONE)
+    # The whole step has no quantized cache and no long context.
+    kernels = replace(KernelChoice.of(decisions).kernels, sdpa_quantized=Rows.NONE, double_buffer=Rows.NONE)
     together = [kernel for kernel in decisions if Rows.ONE in getattr(kernels, kernel)]
     if whole_step is not None and together:
         (step,) = decide("all kernels together", [whole_step(kernels)]).values()
@@ -199,9 +199,10 @@ def _log(name: str, by_rows: ByRows) -> None:
 
 @cache
 def sources_hash() -> str:
-    """A hash of the sources of the kernels and their trials, so that a changed kernel is tried again."""
+    """A hash of the sources of kernels, caches and trials, so that what has changed is tried again."""
     digest = hashlib.sha256()
     autotune = Path(__file__).parent
-    for file in sorted([*autotune.glob("*.*"), *(autotune.parent / "model" / "kernels").glob("*.*")]):
+    model = autotune.parent / "model"
+    for file in sorted(path for room in (autotune, model / "kernels", model / "cache") for path in room.glob("*.*")):
         digest.update(file.name.encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()[:16]

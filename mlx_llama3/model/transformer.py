@@ -198,4 +198,4 @@ class Transformer(nn.Module):
 
     def make_cache(self, settings: CacheSettings = DEFAULT) -> list[KVCache]:
         """A new, empty cache: one `KVCache` a layer. Raises `UserError` for settings that do not fit the model."""
-        return make_layers(settings, self.args, fused=self.kernels.sdpa_quantized)
+        return make_layers(settings, self.args, self.kernels)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from mlx_llama3.checkpoint.loading import load_model
+from mlx_llama3.model.cache.double_buffered import DoubleBufferedKVCache
 from mlx_llama3.model.cache.quantized import QuantizedKVCache
 from mlx_llama3.model.cache.settings import CacheSettings
 from mlx_llama3.model.hooks.norms import NormCapture
@@ -76,6 +77,7 @@ def test_the_same_tokens_with_and_without_kernels(model, demo_folder, compiles, 
     model.use(REFERENCE)
     wanted, wanted_logits = greedy(model, prompt, settings)
     model.use(FUSED)
+    assert isinstance(model.make_cache(settings)[0], DoubleBufferedKVCache if kv_bits is None else QuantizedKVCache)
     with emulated() as emulation:
         tokens, logits = greedy(model, prompt, settings)
         assert halves_in_use(model) == ({(True, False)} if compiles else set())

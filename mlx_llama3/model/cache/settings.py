@@ -3,11 +3,12 @@
 from dataclasses import dataclass
 
 from mlx_llama3.errors import UserError
+from mlx_llama3.model.cache.double_buffered import DoubleBufferedKVCache
 from mlx_llama3.model.cache.kv_cache import KVCache
 from mlx_llama3.model.cache.quantized import QuantizedKVCache
 from mlx_llama3.model.cache.rotating import RotatingKVCache, Window
 from mlx_llama3.model.config import ModelArgs
-from mlx_llama3.model.kernels.kernel_set import Rows
+from mlx_llama3.model.kernels.kernel_set import REFERENCE, Kernels, Rows
 from mlx_llama3.model.kernels.kv_packing import KEY_GROUP, PackedLayout
 
 KV_BITS = (4, 8)
@@ -47,9 +48,9 @@ class CacheSettings:
 DEFAULT = CacheSettings()
 
 
-def make_layers(settings: CacheSettings, args: ModelArgs, *, fused: Rows = Rows.NONE) -> list[KVCache]:
-    """An empty cache, one entry a layer. fused: for how many new positions a quantized one attends with
-    the kernel `sdpa_quantized`.
+def make_layers(settings: CacheSettings, args: ModelArgs, kernels: Kernels = REFERENCE) -> list[KVCache]:
+    """An empty cache, one entry a layer. kernels: at which rows a quantized one attends with `sdpa_quantized`, and
+    whether a plain one has two buffers.
 
     Raises `UserError` for settings that do not fit the model.
     """
@@ -63,5 +64,6 @@ def make_layers(settings: CacheSettings, args: ModelArgs, *, fused: Rows = Rows.
                 f"{args.head_dim}; leave it as it is"
             )
         layout = PackedLayout(args.head_dim, settings.kv_bits)
-        return [QuantizedKVCache(layout, fused=fused) for _ in range(args.n_layers)]
-    return [KVCache() for _ in range(args.n_layers)]
+        return [QuantizedKVCache(layout, fused=kernels.sdpa_quantized) for _ in range(args.n_layers)]
+    make = DoubleBufferedKVCache if Rows.ONE in kernels.double_buffer else KVCache
+    return [make() for _ in range(args.n_layers)]

@@ -33,12 +33,17 @@ class Rows(Flag):
 
 @dataclass(frozen=True)
 class Kernels:
-    """Which operations of a model run as fused kernels, and at which numbers of rows; else their references run."""
+    """Which operations of a model run as fused kernels, and at which numbers of rows; else their references run.
+
+    double_buffer is no kernel but chosen alike: with `ONE`, the plain cache has two buffers
+    (`cache/double_buffered.py`).
+    """
 
     add_rms_norm: Rows = Rows.NONE
     rope_qkv: Rows = Rows.NONE
     swiglu_qmv: Rows = Rows.NONE
     sdpa_quantized: Rows = Rows.NONE
+    double_buffer: Rows = Rows.NONE
 
 
 NAMES = tuple(field.name for field in fields(Kernels))

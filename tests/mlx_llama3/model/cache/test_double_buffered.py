@@ -7,6 +7,8 @@ from tiny_models import tiny_args
 from mlx_llama3.model.cache.double_buffered import DoubleBufferedKVCache
 from mlx_llama3.model.cache.kv_cache import KVCache
 from mlx_llama3.model.cache.memory import layer_bytes
+from mlx_llama3.model.cache.settings import DEFAULT, CacheSettings, make_layers
+from mlx_llama3.model.kernels.kernel_set import Kernels, Rows
 
 import mlx.core as mx
 
@@ -99,6 +101,22 @@ def test_two_buffers_only_up_to_a_size(monkeypatch):
     for seed in range(10):
         append((cache, plain), block(1, 50 + seed))
     assert [array.shape[3] for array in cache.state] == [512]
+
+
+@pytest.mark.parametrize(
+    ("settings", "rows", "expected"),
+    [
+        (DEFAULT, Rows.ONE, True),
+        (DEFAULT, Rows.ALL, True),
+        (DEFAULT, Rows.FEW | Rows.MANY, False),
+        (CacheSettings(max_kv_size=300), Rows.ALL, False),
+        (CacheSettings(kv_bits=8), Rows.ALL, False),
+    ],
+    ids=str,
+)
+def test_only_a_plain_cache_has_two_buffers_and_only_if_they_are_chosen(settings, rows, expected):
+    layers = make_layers(settings, tiny_args(head_dim=64), Kernels(double_buffer=rows))
+    assert {isinstance(layer, DoubleBufferedKVCache) for layer in layers} == {expected}
 
 
 @pytest.mark.parametrize("positions", [1, 255, 256, 257, 700])
