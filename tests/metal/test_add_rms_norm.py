@@ -39,6 +39,16 @@ def test_every_width(dim, dtype):
     assert traffic["stream"].written == traffic["normed"].written == 6 * dim * dtype.size
 
 
+def test_fewest_elements():
+    """The narrowest rows have the 8 elements from which on MLX gives an input as `device`, also if there is one row."""
+    (proven,) = prove_shape(8, mx.float32).dispatches
+    assert {(each.name, each.space) for each in proven.dispatch.kernel.buffers if each.const} == {
+        ("x", "device"),
+        ("update", "device"),
+        ("weight", "device"),
+    }
+
+
 @pytest.mark.parametrize("dim", [8196, 32768])
 def test_several_rounds(dim):
     """Rows of more than 4096 numbers: a thread takes several groups, and some threads have none in the last round."""

@@ -72,6 +72,33 @@ def test_sequences_with_different_start_positions():
     prove_shape((4, 2), 64, mx.float16, mx.array([3, 1000, 0]), 3, 2)
 
 
+def spaces(report) -> dict[str, tuple[str, bool]]:
+    """How the one kernel gets its inputs: (address space, whether as one value)."""
+    (proven,) = report.dispatches
+    return {each.name: (each.space, each.reference) for each in proven.dispatch.kernel.buffers if each.const}
+
+
+@pytest.mark.parametrize(
+    ("pairs", "batch", "qkv", "inverse", "offset"),
+    [
+        (1, 1, "constant", "constant", "constant"),
+        (1, 2, "device", "constant", "constant"),
+        (7, 7, "device", "constant", "constant"),
+        (8, 8, "device", "device", "device"),
+    ],
+)
+def test_few_elements(pairs, batch, qkv, inverse, offset):
+    """MLX gives an input of under 8 elements to a kernel as `constant`."""
+    report = prove_shape((1, 1), 2 * pairs, mx.float32, mx.arange(3, 3 + batch), batch)
+    assert spaces(report)["qkv"] == (qkv, False)
+    assert spaces(report)["inverse"] == (inverse, False)
+    assert spaces(report)["offset"] == (offset, False)
+
+
+def test_one_offset_is_no_array():
+    assert spaces(prove_shape((2, 1), 16, mx.float32))["offset"] == ("constant", True)
+
+
 @pytest.mark.parametrize("head_dim", [rope_qkv.MAX_HEAD_DIM, 512])
 def test_wide_heads(head_dim):
     """A threadgroup is as wide as half a head, up to the 1,024 threads that Metal allows."""

@@ -4,7 +4,7 @@ from itertools import cycle
 
 import numpy as np
 import pytest
-from correctly_rounded import prove_rounded
+from correctly_rounded import assert_rounded, prove_rounded
 from quantized_attention import attention64, inputs
 
 from mlx_llama3.model.cache.quantized import QuantizedKVCache
@@ -88,6 +88,40 @@ def test_two_passes(head_dim, lengths, value_bits, dtype, group):
 def test_drafts_and_batches(S, group, lengths, B):
     """Several new positions attend causally to each other; the rows of a batch are independent."""
     proven(PackedLayout(64, 4), lengths, group=group, S=S, B=B)
+
+
+def test_without_room_for_packed_positions_the_reference_runs():
+    """MLX gives an input of under 8 elements to a kernel as `constant`, which this kernel does not compile with."""
+    layout, lengths = PackedLayout(64, 4), (9, 0)
+    q, dense, packed = inputs(layout, lengths)
+    args = (q, dense, packed[:, :, :0], lengths, 0.125, layout)
+    with emulated() as emulation:
+        out = sdpa_quantized.fused(*args)
+    assert_rounded([out], [attention64(q, dense, packed, *args[3:])], [ERROR])
+    assert emulation.calls == {}
+
+
+def test_fewest_elements():
+    """One packed position is enough; the lengths are always 2 elements."""
+    layout = PackedLayout(64, 4)
+    q, dense, packed = inputs(layout, (1, 1))
+    args = (q, dense, packed[:, :, :1], (1, 1), 0.125, layout)
+    exact = attention64(*args)
+    report = prove_rounded(sdpa_quantized.fused, sdpa_quantized.reference, *args, exact=[exact], errors=[ERROR])
+    spaces = {each.name: each.space for each in report.dispatches[0].dispatch.kernel.buffers}
+    assert [spaces[name] for name in ("q", "dense", "records", "lengths")] == ["device"] * 3 + ["constant"]
+
+
+def test_a_mask_of_infinity_is_refused(monkeypatch):
+    """`fast::exp2` of minus infinity need not be 0, so scores that are not seen are low but finite."""
+    source = sdpa_quantized.ATTEND.replace("LOWEST = -3.0e38f", "LOWEST = -INFINITY")
+    assert source != sdpa_quantized.ATTEND
+    monkeypatch.setattr(sdpa_quantized, "ATTEND", source)
+    try:
+        with pytest.raises(AssertionError, match="right for finite numbers only"):
+            proven(PackedLayout(64, 4), (5, 40), S=3)
+    finally:
+        sdpa_quantized._attend.cache_clear()
 
 
 def test_random_shapes():

@@ -76,6 +76,7 @@ def takes(q: mx.array, dense: mx.array, packed: mx.array, layout: PackedLayout) 
         and rest == 0
         and group <= MAX_GROUP
         and group * S <= MAX_ROWS
+        and packed.size > 0  # else MLX would bind it in another address space
     )
 
 
