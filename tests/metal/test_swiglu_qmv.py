@@ -66,6 +66,13 @@ def test_every_size(dim, hidden):
     prove_shape(dim, hidden, 4, 32, mx.float32)
 
 
+def test_fewest_elements():
+    """The smallest matrix has the 8 scales from which on MLX gives an input as `device`."""
+    (proven,) = prove_shape(32, 4, 8, 32, mx.float32).dispatches
+    assert proven.dispatch.inputs[2].size == 8
+    assert {each.space for each in proven.dispatch.kernel.buffers} == {"device"}
+
+
 @pytest.mark.parametrize(("dtype", "bits"), [(mx.float16, 4), (mx.bfloat16, 8)], ids=str)
 def test_16_bits_are_rounded_once(dtype, bits):
     """With many results, some are as far from the exact one as an earlier rounding to 16 bits would take them."""
