@@ -5,42 +5,24 @@ from itertools import cycle
 import numpy as np
 import pytest
 from correctly_rounded import double, prove_rounded
+from quantized_product import RELATIVE, dequantized, packed_linear, swiglu64
 
 from mlx_llama3.model.kernels import swiglu_qmv
-from mlx_llama3.model.layers.packed_linear import PackedLinear
 
 import mlx.core as mx
-import mlx.nn as nn
 
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
-RELATIVE = 2e-7  # of a float32 dot product, relative to the sum of |w x|; measured 4e-8
-
-
-def quantized_linear(dim, hidden, bits, group, dtype, key):
-    linear = nn.Linear(dim, hidden, bias=False)
-    linear.weight = mx.random.normal((hidden, dim), scale=dim**-0.5, key=key)
-    linear = nn.QuantizedLinear.from_linear(linear, group, bits)
-    linear.scales, linear.biases = linear.scales.astype(dtype), linear.biases.astype(dtype)
-    return linear
 
 
 def exact(w13, x):
     """The results in float64, and the errors that float32 dot products may cause."""
-    part = w13.parts[0]
-    shifts = np.arange(0, 32, part.bits, dtype=np.uint32)
-    quants = (np.array(part.weight)[..., None] >> shifts & (2**part.bits - 1)).reshape(len(part.weight), -1)
-    scales, biases = (double(each).repeat(part.group_size, axis=1) for each in (part.scales, part.biases))
-    matrix, x = scales * quants + biases, double(x)
-    gate, up = np.split(x @ matrix.T, 2, axis=-1)
-    gate_error, up_error = np.split(RELATIVE * np.abs(x) @ np.abs(matrix).T, 2, axis=-1)
-    silu = gate / (1 + np.exp(-gate))
-    slope = 1.1  # the largest of silu
-    return silu * up, slope * gate_error * np.abs(up) + np.abs(silu) * up_error + RELATIVE * np.abs(silu * up)
+    matrix, x = dequantized(w13), double(x)
+    return swiglu64(x @ matrix.T, RELATIVE * np.abs(x) @ np.abs(matrix).T)
 
 
 def prove_shape(dim, hidden, bits, group, dtype, rows=1, scale=1.0):
     key = mx.random.key(dim + hidden + bits)
-    w13 = PackedLinear([quantized_linear(dim, hidden, bits, group, dtype, each) for each in mx.random.split(key, 2)])
+    w13 = packed_linear(dim, (hidden, hidden), bits, group, dtype, key)
     x = (scale * mx.random.normal((1, rows, dim), key=key)).astype(dtype)
     result, error = exact(w13, x)
     return prove_rounded(

@@ -32,7 +32,12 @@ SDPA = ["test_extreme_scores.py", "test_sdpa_quantized.py", f"{KERNELS}/test_sdp
 TESTS = {
     "mlx_llama3/model/kernels/add_rms_norm.py": ["test_add_rms_norm.py", TAKES],
     "mlx_llama3/model/kernels/rope_qkv.py": ["test_rope_qkv.py", TAKES],
-    "mlx_llama3/model/kernels/swiglu_qmv.py": ["test_swiglu_qmv.py", TAKES],
+    "mlx_llama3/model/kernels/metal.py": ["test_add_rms_norm.py"],
+    "mlx_llama3/model/kernels/qmv.py": ["test_swiglu_qmv.py", TAKES],
+    "mlx_llama3/model/kernels/swiglu_qmv.py": ["test_swiglu_qmv.py"],
+    "mlx_llama3/model/kernels/norm_qmv.py": ["test_norm_swiglu_qmv.py", TAKES],
+    "mlx_llama3/model/kernels/norm_swiglu_qmv.py": ["test_norm_swiglu_qmv.py"],
+    "mlx_llama3/model/kernels/norm_rope_qkv.py": ["test_norm_rope_qkv.py", TAKES],
     "mlx_llama3/model/kernels/sdpa_quantized.py": SDPA,
     "mlx_llama3/model/kernels/sdpa_quantized_metal.py": SDPA,
     "mlx_llama3/model/compiled.py": ["test_compiled_blocks.py"],

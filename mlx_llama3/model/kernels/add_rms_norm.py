@@ -139,9 +139,8 @@ def _kernel(make: Any, dtype: mx.Dtype, dim: int, eps: float) -> Any:
         "ROUNDS": -(-dim // (VALUES * threads)),
     }
     return make(
-        # the exact eps, written as an identifier
-        name=unique_name("add_rms_norm", dtype, dim, eps.hex().translate(str.maketrans(".+-", "pxm"))),
+        name=unique_name("add_rms_norm", dtype, dim, eps),
         input_names=["x", "update", "weight"],
         output_names=["stream", "normed", "squares"],
-        source=with_constants(SOURCE, dtype, **constants, EPS=f"float EPS = {eps:.9e}f"),
+        source=with_constants(SOURCE, dtype, **constants, EPS=eps),
     )

@@ -10,15 +10,21 @@ import mlx.core as mx
 TYPES = {mx.float16: "float16_t", mx.bfloat16: "bfloat16_t", mx.float32: "float"}
 
 
-def with_constants(body: str, dtype: mx.Dtype, **constants: int | str) -> str:
-    """Prefix `body` with `using T = ...` and the constants: an int becomes a `constexpr uint`, a string is a whole
-    declaration after `constexpr`."""
+def with_constants(body: str, dtype: mx.Dtype, **constants: int | float | str) -> str:
+    """Prefix `body` with `using T = ...` and the constants: an int becomes a `constexpr uint`, a float a
+    `constexpr float`, a string is a whole declaration after `constexpr`."""
     lines = [f"using T = {TYPES[dtype]};"]
     for name, value in constants.items():
-        lines.append(f"constexpr uint {name} = {value};" if isinstance(value, int) else f"constexpr {value};")
+        number = f"float {name} = {value:.9e}f" if isinstance(value, float) else f"uint {name} = {value}"
+        lines.append(f"constexpr {value if isinstance(value, str) else number};")
     return "\n".join(lines) + "\n" + body
 
 
-def unique_name(kernel: str, dtype: mx.Dtype, *constants: int | str) -> str:
+def unique_name(kernel: str, dtype: mx.Dtype, *constants: int | float | str) -> str:
     """A different name for each set of constants, because MLX caches compiled kernels by name."""
-    return "_".join([f"llama3_{kernel}", TYPES[dtype], *(str(constant) for constant in constants)])
+    return "_".join([f"llama3_{kernel}", TYPES[dtype], *map(_identifier, constants)])
+
+
+def _identifier(constant: int | float | str) -> str:
+    """The exact value, in characters that a name may have."""
+    return constant.hex().translate(str.maketrans(".+-", "pxm")) if isinstance(constant, float) else str(constant)

@@ -12,25 +12,15 @@ HEADS_A_THREAD = 4
 THREADS = 256
 MAX_HEAD_DIM = 2048  # a threadgroup has a thread for each pair, 1024 at most
 
-# One thread rotates the numbers i and i + PAIRS of HEADS_A_THREAD consecutive heads: these share their angle. The sine
-# is the precise one, because at the large angles of far positions the fast one returns noise.
-SOURCE = """
-    const uint pair = thread_position_in_grid.x;
-    const uint first = thread_position_in_grid.y * HEADS_A_THREAD;
-    const uint row = thread_position_in_grid.z;
-    const uint B = qkv_shape[0];
-    const uint S = qkv_shape[1];
-    const uint b = row / S;
-    const uint s = row % S;
-
+# The sine is the precise one, because at the large angles of far positions the fast one returns noise.
+ANGLE = """
     const float angle = float(int(s) + OFFSET) * inverse[pair];
     const float sine = metal::precise::sin(angle);
     const float cosine = metal::precise::cos(angle);
+"""
 
-    for (uint head = first; head < metal::min(first + HEADS_A_THREAD, N_HEADS + 2 * N_KV_HEADS); head++) {
-        const uint at = (row * (N_HEADS + 2 * N_KV_HEADS) + head) * 2 * PAIRS + pair;
-        const T low = qkv[at];
-        const T high = qkv[at + PAIRS];
+# Rotates the numbers `low` and `high`, at `pair` and `pair + PAIRS` in `head`, and stores them.
+ROTATE = """
         const T turned_low = T(float(low) * cosine - float(high) * sine);
         const T turned_high = T(float(low) * sine + float(high) * cosine);
         if (head < N_HEADS) {
@@ -41,10 +31,29 @@ SOURCE = """
             const uint which = (head - N_HEADS) / N_KV_HEADS;  // 0: keys, 1: values
             const uint kv_head = (head - N_HEADS) % N_KV_HEADS;
             const uint to = (((which * B + b) * N_KV_HEADS + kv_head) * S + s) * 2 * PAIRS + pair;
-            kv[to] = which == 0 ? turned_low : low;
-            kv[to + PAIRS] = which == 0 ? turned_high : high;
+            kv[to] = which == 0 ? turned_low : T(low);
+            kv[to + PAIRS] = which == 0 ? turned_high : T(high);
         }
-    }
+"""
+
+# One thread rotates the numbers i and i + PAIRS of HEADS_A_THREAD consecutive heads: these share their angle.
+SOURCE = f"""
+    const uint pair = thread_position_in_grid.x;
+    const uint first = thread_position_in_grid.y * HEADS_A_THREAD;
+    const uint row = thread_position_in_grid.z;
+    const uint B = qkv_shape[0];
+    const uint S = qkv_shape[1];
+    const uint b = row / S;
+    const uint s = row % S;
+
+    {ANGLE.strip()}
+
+    for (uint head = first; head < metal::min(first + HEADS_A_THREAD, N_HEADS + 2 * N_KV_HEADS); head++) {{
+        const uint at = (row * (N_HEADS + 2 * N_KV_HEADS) + head) * 2 * PAIRS + pair;
+        const T low = qkv[at];
+        const T high = qkv[at + PAIRS];
+        {ROTATE.strip()}
+    }}
 """
 
 

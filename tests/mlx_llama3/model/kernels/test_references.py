@@ -2,8 +2,9 @@
 
 import numpy as np
 import pytest
+from quantized_product import normed_product64, stream_inputs, swiglu64
 
-from mlx_llama3.model.kernels import add_rms_norm, rope_qkv, swiglu_qmv
+from mlx_llama3.model.kernels import add_rms_norm, norm_rope_qkv, norm_swiglu_qmv, rope_qkv, swiglu_qmv
 from mlx_llama3.model.layers.packed_linear import PackedLinear
 from mlx_llama3.model.layers.rope import RopeTables
 
@@ -56,6 +57,24 @@ def test_rope_qkv(offset):
     rotated = np.concatenate([rotated.real, rotated.imag], axis=-1)
     np.testing.assert_allclose(q, rotated[:, :4], atol=1e-3)
     np.testing.assert_allclose(kv, [rotated[:, 4:6], heads[:, 6:]], atol=1e-3)
+
+
+def test_products_with_the_norm():
+    """The stream, its squared norms, and what the other references make of its norm."""
+    x, update, weight = stream_inputs(64, mx.float32, 2, 2)
+    w13, wqkv = packed(), packed(hidden=32)
+    stream, squares, product, _ = normed_product64(x, update, weight, 1e-5, w13)
+    outputs = norm_swiglu_qmv.reference(x, update, weight, 1e-5, w13)
+    expected = (stream, swiglu64(product, product)[0], squares)
+    for output, wanted in zip(outputs, expected, strict=True):
+        np.testing.assert_allclose(double(output), wanted, atol=1e-5 * np.abs(wanted).max())
+
+    stream, squares, product, _ = normed_product64(x, update, weight, 1e-5, wqkv)
+    heads = 4, 2, 7, freqs(7)
+    h, (q, kv), norms = norm_rope_qkv.reference(x, update, weight, 1e-5, wqkv, *heads)
+    wanted_q, wanted_kv = rope_qkv.reference(mx.array(product.astype(np.float32)), *heads)
+    for output, wanted in ((h, stream), (q, double(wanted_q)), (kv, double(wanted_kv)), (norms, squares)):
+        np.testing.assert_allclose(double(output), wanted, atol=1e-5 * np.abs(wanted).max())
 
 
 def test_swiglu_qmv():

@@ -9,13 +9,14 @@ import pytest
 from tiny_models import tiny_args, tiny_model
 
 from mlx_llama3.model.cache.settings import CacheSettings
-from mlx_llama3.model.kernels import add_rms_norm, rope_qkv, swiglu_qmv
+from mlx_llama3.model.kernels import add_rms_norm, norm_rope_qkv, norm_swiglu_qmv, rope_qkv, swiglu_qmv
 from mlx_llama3.model.kernels.kernel_set import FUSED, REFERENCE
 from mlx_llama3.model.layers.packed_linear import PackedLinear
 from mlx_llama3.model.layers.rope import RopeTables
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 
 F16, BF16, F32 = mx.float16, mx.bfloat16, mx.float32
 
@@ -145,8 +146,61 @@ def test_what_swiglu_qmv_takes(taken, refused):
     assert not swiglu_qmv.takes(*refused)
 
 
+def norm_product(shape=(1, 4, 64), matrix=None, **inputs):
+    return *norm_inputs(shape, **inputs), packed() if matrix is None else matrix
+
+
+@pytest.mark.parametrize(
+    ("taken", "refused"),
+    [
+        (norm_product(), norm_product((1, 5, 64))),
+        (norm_product(), norm_product(update=(4, 1, 64))),
+        (norm_product(), norm_product(dim=1)),
+        (norm_product((1, 4, 64)), norm_product((4, 64))),
+        (norm_product(matrix=packed(dtype=F16), dtypes=3 * (F16,)), norm_product(matrix=packed(dtype=F16))),
+        (norm_product(), norm_product(dtypes=(F32, F16, F32))),
+        (norm_product(), norm_product(dtypes=(F32, F32, F16))),
+        (norm_product(), norm_product(matrix=DENSE)),
+    ],
+    ids=str,
+)
+def test_what_norm_swiglu_qmv_takes(taken, refused):
+    assert norm_swiglu_qmv.takes(*taken)
+    assert not norm_swiglu_qmv.takes(*refused)
+
+
+def projection(heads=(2, 1), head_dim=4, offset=(), freqs=F32, shape=(2, 2, 64), rows=16, **inputs):
+    """The arguments of `norm_rope_qkv` but eps; `packed` has two matrices of half the rows."""
+    wqkv = packed(hidden=rows // 2)
+    return *norm_inputs(shape, **inputs), wqkv, *rope_inputs(heads, head_dim, offset=offset, freqs=freqs)[1:]
+
+
+@pytest.mark.parametrize(
+    ("taken", "refused"),
+    [
+        ({}, {"shape": (1, 5, 64)}),
+        ({}, {"update": (1, 1, 64)}),
+        ({}, {"freqs": F16}),
+        ({"heads": (2, 1), "head_dim": 4}, {"heads": (2, 3), "head_dim": 2}),
+        ({"heads": (2, 1)}, {"heads": (3, 1)}),
+        ({"offset": (2,)}, {"offset": (1,)}),
+        ({"offset": ()}, {"offset": (2, 1)}),
+    ],
+    ids=str,
+)
+def test_what_norm_rope_qkv_takes(taken, refused):
+    assert norm_rope_qkv.takes(*projection(**taken))
+    assert not norm_rope_qkv.takes(*projection(**refused))
+
+
+def with_eps(inputs):
+    return *inputs[:3], 1e-5, *inputs[3:]
+
+
 def test_the_references_run_for_what_is_refused(no_kernels):
     for module, arguments in (
+        (norm_swiglu_qmv, with_eps(norm_product((1, 5, 64)))),
+        (norm_rope_qkv, with_eps(projection(freqs=F16))),
         (add_rms_norm, (*norm_inputs((1, 3, 66)), 1e-5)),
         (rope_qkv, rope_inputs(dtype=F16, freqs=F16)),
         (swiglu_qmv, (with_additive_bias(), x_of())),
@@ -156,7 +210,8 @@ def test_the_references_run_for_what_is_refused(no_kernels):
 
 
 def as_tuple(outputs):
-    return outputs if isinstance(outputs, tuple) else (outputs,)
+    """The arrays of one output, or of several, side by side."""
+    return [each for _, each in tree_flatten(outputs)]
 
 
 def test_a_model_that_no_kernel_takes_decodes_by_the_references(tmp_path, no_kernels):
