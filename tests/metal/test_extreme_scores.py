@@ -7,6 +7,7 @@ from quantized_attention import attention64, inputs
 
 from mlx_llama3.model.kernels import sdpa_quantized
 from mlx_llama3.model.kernels.kv_packing import PackedLayout, pack
+from tests.metal_harness.build import FINITE, RUN
 from tests.metal_harness.emulator import emulated
 
 import mlx.core as mx
@@ -15,20 +16,20 @@ LAYOUT = PackedLayout(64, 4)
 N_KV_HEADS = 2
 
 
-def emulated_attention(*args):
-    with emulated(sdpa_quantized._attend, sdpa_quantized._reduce):
+def emulated_attention(*args, mode=RUN):
+    with emulated(sdpa_quantized._attend, sdpa_quantized._reduce, mode=mode):
         out = sdpa_quantized.fused(*args)
         mx.eval(out)
     return out
 
 
-def attention_over(keys, n_dense, q):
+def attention_over(keys, n_dense, q, mode=RUN):
     """The kernel's output, for keys `(n_kv_heads, T, head_dim)` in its order, dense ones first; and the values as it
     reads them, `(n_kv_heads, T, head_dim)`."""
     values = mx.random.normal(keys.shape, key=mx.random.key(3))
     kv = mx.stack([keys, values])[:, None]
     packed = pack(kv[:, :, :, n_dense:], LAYOUT)
-    out = emulated_attention(q, kv[:, :, :, :n_dense], packed, (n_dense, packed.shape[2]), 1.0, LAYOUT)
+    out = emulated_attention(q, kv[:, :, :, :n_dense], packed, (n_dense, packed.shape[2]), 1.0, LAYOUT, mode=mode)
     dequantized = LAYOUT.values(packed).dequantized(mx.float32)[0]
     return np.array(out), np.array(mx.concatenate([values[:, :n_dense], dequantized], axis=1))
 
@@ -40,6 +41,8 @@ def test_scores_that_are_all_very_low_or_very_high(lengths, score):
     keys = mx.full((N_KV_HEADS, sum(lengths), 64), 32768.0)
     q = mx.full((1, 2 * N_KV_HEADS, 1, 64), score / 64 / 32768)
     out, values = attention_over(keys, lengths[0], q)
+    finite, _ = attention_over(keys, lengths[0], q, FINITE)  # where exp(-inf) is not 0
+    np.testing.assert_array_equal(finite, out)
     expected = values.mean(1, dtype=np.float64).repeat(2, axis=0)
     np.testing.assert_allclose(out[0, :, 0], expected, atol=2e-7)
 
