@@ -19,6 +19,7 @@ FEW_ROWS = 4  # of x, from which the dequantized matrix is faster
 
 _KERNEL_LOCK = threading.Lock()
 _traced = threading.local()
+_emulations: list[Any] = []
 
 
 def install(mx: ModuleType, mode: str) -> None:
@@ -31,6 +32,11 @@ def install(mx: ModuleType, mode: str) -> None:
         mx.disable_compile()
     else:
         mx.compile = _marking_traces(mx.compile)
+
+
+def kernel_calls() -> dict[str, int]:
+    """How often each kernel ran in this process."""
+    return {name: count for each in _emulations for name, count in each.calls.items()}
 
 
 def unless_traced(fused: Callable, reference: Callable) -> Callable:
@@ -65,7 +71,7 @@ def _emulator(real: Callable) -> ModuleType:
     from tests.metal_harness import emulator
 
     emulator._metal_kernel = real  # a test may have imported the harness, and with it the stand-in's function
-    emulator.stay_emulated()
+    _emulations.append(emulator.stay_emulated())
     return emulator
 
 

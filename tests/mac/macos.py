@@ -36,6 +36,9 @@ class View(ModuleType):
     def __getattribute__(self, name: str) -> Any:
         own = object.__getattribute__(self, "__dict__")
         changes, names = own["_changes"], own["_names"]
+        if name == "__dict__":
+            seen = {key: value for key, value in vars(own["_module"]).items() if key not in names}
+            return seen | changes
         if name in changes:
             return changes[name]
         if name in names:

@@ -1,6 +1,8 @@
 """Starts the stand-in in this process, and in those that it starts."""
 
+import atexit
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -13,7 +15,7 @@ from tests.mac.compute import KERNELS, MODES
 from tests.mac.imports import ROOT, Finder
 
 VARIABLE = "MAC_STAND_IN"
-_HOOK = str(Path(__file__).parent / "hook")
+HOOK = str(Path(__file__).parent / "hook")
 
 
 def start(mode: str) -> Finder:
@@ -48,8 +50,14 @@ def started() -> Finder | None:
 
 
 def use_linked_folder() -> None:
-    """Put temporary files behind a symbolic link, as macOS does: /var is a link to /private/var there."""
+    """Put temporary files behind a symbolic link, as macOS does: /var is a link to /private/var there.
+
+    Does nothing in a process that has such a folder from the one that started it.
+    """
+    if os.path.realpath(tempfile.gettempdir()).endswith("/private/var/folders"):
+        return
     base = Path(tempfile.mkdtemp(prefix="mac-"))
+    atexit.register(shutil.rmtree, base, ignore_errors=True)
     (base / "private" / "var" / "folders").mkdir(parents=True)
     (base / "var").symlink_to(base / "private" / "var")
     os.environ["TMPDIR"] = tempfile.tempdir = str(base / "var" / "folders")
@@ -57,8 +65,8 @@ def use_linked_folder() -> None:
 
 def _handed_on(environment: Mapping[str, str]) -> dict[str, str]:
     """The environment with the hook in front of `PYTHONPATH`, by which a new Python starts the stand-in."""
-    paths = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path not in ("", _HOOK)]
-    return {**environment, "PYTHONPATH": os.pathsep.join([_HOOK, *paths])}
+    paths = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path not in ("", HOOK)]
+    return {**environment, "PYTHONPATH": os.pathsep.join([HOOK, *paths])}
 
 
 def _hand_on_in_other_environments() -> None:

@@ -50,7 +50,7 @@ def test_can_fail(demo, monkeypatch):
     model, _ = demo
     with monkeypatch.context() as patch:
         scaled = Rope(model.args)
-        # All wavelengths, since Llama's scaling has no effect on short texts. A GPU takes their reciprocal, the periods.
+        # All wavelengths: Llama's scaling has no effect on short texts. A GPU takes their reciprocal, the periods.
         scaled._inv_freq, scaled.periods = scaled._inv_freq / 32, scaled.periods * 32
         patch.setattr(model, "rope", scaled)
         assert not retrieves(demo, 40, 0.6)[0]
