@@ -20,7 +20,7 @@ from mlx.utils import tree_flatten
 if TYPE_CHECKING:
     from mlx_llama3.model.transformer import Transformer
 
-TOKENS = 8
+TOKENS = 4
 CAPACITY = 2048  # positions of a buffer
 CONTEXT = CAPACITY - TOKENS  # positions before the tokens
 

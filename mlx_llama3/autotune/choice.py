@@ -78,7 +78,7 @@ def requested_kernels() -> str:
 def use_chosen(model: "Transformer") -> KernelChoice:
     """Choose the kernels of a model, and switch the model to them.
 
-    On a Mac the trials of the first model of each shape take about a second; the decisions are stored
+    On a Mac the trials of the first model of each shape take a second or two; the decisions are stored
     (`decisions.py`). Raises `UserError` as `requested_kernels`.
     """
     mode = requested_kernels()
