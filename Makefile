@@ -4,7 +4,7 @@ BIN := .venv/bin
 PYTHON ?=
 ARGS :=
 # The oldest MLX that pyproject.toml allows.
-MLX := 0.32.1
+MLX := 0.32.2
 INSTALL := PYTHON="$(PYTHON)" sh scripts/venv.sh
 
 .PHONY: help chat app test lint test-mlx test-peers bench bench-convert fuzz soak clean
@@ -16,7 +16,7 @@ help:
 	@echo "make app           the desktop UI with the demo model; ARGS as above"
 	@echo "make test          all tests"
 	@echo "make lint          ruff's checks and format, and the types of all signatures (mypy)"
-	@echo "make test-mlx      all tests with another MLX: MLX=0.32.1, the oldest that is allowed, or MLX=newest"
+	@echo "make test-mlx      all tests with another MLX: MLX=0.32.2, the oldest that is allowed, or MLX=newest"
 	@echo "make bench         speed and memory beside mlx-lm, llama.cpp and transformers; ledger of the kernels (an hour)"
 	@echo "make bench-convert memory and speed of the converter beside mlx-lm (minutes, 20 GB of disk)"
 	@echo "make fuzz          100,000 damaged files for each reader of checkpoints"
