@@ -39,9 +39,10 @@ def test_the_line_is_right_behind_a_template():
 
 def test_template_types():
     source = "out[0] = T(2.5f); out[1] = N; out[2] = FLAG ? 1 : 0; out[3] = sizeof(T);"
+    number = -7 if tuple(map(int, mx.__version__.split(".")[:3])) >= (0, 32, 4) else 7  # MLX put a minus into the name
     for dtype, first, size in ((mx.float32, 2.5, 4), (mx.int32, 2, 4), (mx.float16, 2.5, 2), (mx.uint8, 2, 1)):
-        template = [("T", dtype), ("N", -7), ("FLAG", True)]
-        assert values(source, count=4, template=template) == [first, -7, 1, size]
+        template = [("T", dtype), ("N", number), ("FLAG", True)]
+        assert values(source, count=4, template=template) == [first, number, 1, size]
 
 
 def test_header_with_templates_and_address_spaces():
