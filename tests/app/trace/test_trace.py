@@ -6,6 +6,7 @@ import os
 import pty
 import re
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -138,7 +139,7 @@ def test_many_tokens_share_columns(run, tmp_path, monkeypatch):
 
 
 def drained(reader: int) -> bytes:
-    """All output of a terminal whose other end is closed; a single read may return only a part of it."""
+    """All output of a terminal until its other end is closed; a single read may return only a part of it."""
     out = b""
     with suppress(OSError), os.fdopen(reader, "rb", buffering=0) as terminal:  # Linux signals the end by an error
         while piece := terminal.read(65536):
@@ -150,11 +151,13 @@ def test_colour_and_half_blocks_on_a_terminal(written, monkeypatch):
     reader, writer = pty.openpty()
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
-    with os.fdopen(writer, "w") as terminal:
-        monkeypatch.setattr(sys, "stdout", terminal)
-        assert cli.main(["trace", "--show", str(written)]) == 0
-        monkeypatch.undo()
-    out = drained(reader).decode()
+    with ThreadPoolExecutor(1) as thread:  # reads meanwhile: on BSD, writing waits once some kilobytes are unread
+        read = thread.submit(drained, reader)
+        with os.fdopen(writer, "w") as terminal:
+            monkeypatch.setattr(sys, "stdout", terminal)
+            assert cli.main(["trace", "--show", str(written)]) == 0
+            monkeypatch.undo()
+    out = read.result().decode()
     rows = [line for line in out.splitlines() if "▀" in line]
     assert len(rows) == 2 and [row.count("▀") for row in rows] == [5, 5]  # 3 layers, two a line
     palette = terminal_ramp()
