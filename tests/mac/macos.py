@@ -63,18 +63,16 @@ class View(ModuleType):
 _OF_VIEW = ("__class__", "__setattr__", "__delattr__", "__getattribute__")
 
 
-class _Socket(socket.socket):
-    """Takes macOS's option for unanswered data."""
-
-    def setsockopt(self, level: int, option: int, *value: Any) -> None:
-        if (level, option) == (socket.IPPROTO_TCP, _TCP_RXT_CONNDROPTIME):
-            option, value = socket.TCP_USER_TIMEOUT, (1000 * value[0],)
-        super().setsockopt(level, option, *value)
+def setsockopt(self: socket.socket, level: int, option: int, *value: Any) -> None:
+    """As `socket.socket.setsockopt`; takes macOS's option for unanswered data too."""
+    if (level, option) == (socket.IPPROTO_TCP, _TCP_RXT_CONNDROPTIME):
+        option, value = socket.TCP_USER_TIMEOUT, (1000 * value[0],)
+    super(socket.socket, self).setsockopt(level, option, *value)
 
 
 def views() -> dict[str, ModuleType]:
     """The modules that are another on macOS, by name."""
-    sockets = {"TCP_KEEPALIVE": socket.TCP_KEEPIDLE, "socket": _Socket}
+    sockets = {"TCP_KEEPALIVE": socket.TCP_KEEPIDLE}
     return {
         "sys": View(sys, {"platform": "darwin"}),
         "os": View(os, {"uname": _uname, "sysconf": _sysconf}, ("sched_getaffinity", "sched_setaffinity")),

@@ -3,6 +3,7 @@
 import atexit
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -34,6 +35,7 @@ def start(mode: str) -> Finder:
     finder = Finder(mode)
     sys.meta_path.insert(0, finder)
     macos.hide_paths(lambda namespace: namespace.get("__builtins__") is finder.builtins)
+    socket.socket.setsockopt = macos.setsockopt
     if str(ROOT) not in sys.path:
         sys.path.append(str(ROOT))  # the harness, which the first kernel loads
     os.environ[VARIABLE] = mode

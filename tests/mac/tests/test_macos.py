@@ -39,7 +39,7 @@ print(json.dumps([ours, run({"__name__": "m"}), sys.platform]))
 
 def test_a_view_is_written_to_as_the_module_itself(monkeypatch):
     views = macos.views()
-    system, sockets = views["sys"], views["socket"]
+    system = views["sys"]
     monkeypatch.setattr(system, "argv", ["a"])
     assert sys.argv == ["a"]
     monkeypatch.setattr(system, "platform", "other")
@@ -51,7 +51,11 @@ def test_a_view_is_written_to_as_the_module_itself(monkeypatch):
     monkeypatch.undo()
     with pytest.raises(AttributeError, match="'os' has no attribute 'sched_getaffinity' on macOS"):
         views["os"].sched_getaffinity  # noqa: B018
-    with sockets.socket() as connection:  # macOS's number, in seconds
+
+
+def test_macos_number_for_unanswered_data_is_taken(monkeypatch):
+    monkeypatch.setattr(socket.socket, "setsockopt", macos.setsockopt)
+    with socket.socket() as connection:
         connection.setsockopt(socket.IPPROTO_TCP, 0x80, 7)
         assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 7000
 
