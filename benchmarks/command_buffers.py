@@ -104,8 +104,8 @@ class Commands:
             self.active.popleft()
 
     def is_held(self, token: int, layer: int) -> bool:
-        """Whether the attention of a token's layer has not run yet."""
-        return (token, layer) in self.holds or self.ends.get((token, layer), 0.0) > self.now
+        """Whether the attention of a layer has not run yet, of a token before."""
+        return self.ends.get((token, layer), 0.0) > self.now
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def decoding(
     widths, (layers, vocab) = WIDTHS[name], LAYERS_AND_VOCAB[name]
     capacity = -(-(positions + 1) // STEP) * STEP
     cache = 2 * widths.kv_heads * widths.head_dim * capacity
-    commands, done, copies, skipped = Commands(chip), [], 0, 8
+    commands, done, copies, skipped = Commands(chip), [], [], 8
     for token in range(tokens):
         if token >= in_flight:
             commands.now = max(commands.now, done[token - in_flight])
@@ -145,17 +145,17 @@ def decoding(
         commands.now += chip.build * len(step)
         for dispatch in step:
             if dispatch.kind == "write" and commands.is_held(token - apart, dispatch.layer):
-                copies += token >= skipped
-                copied = Dispatch({f"old{dispatch.layer}": cache, **dispatch.arrays}, 2 * TYPE * cache)
-                commands.add(copied, token)
+                copy = Dispatch({f"old{dispatch.layer}": cache, **dispatch.arrays}, 2 * TYPE * cache)
+                commands.add(copy, token)
+                copies += [copy.nbytes] * (token >= skipped)
             commands.add(dispatch, token)
         commands.commit()
         done.append(commands.gpu)
         buffers = commands.commits - first
-    copied_layers = copies / (tokens - skipped)
     weights = sum(dispatch.nbytes for dispatch in step if dispatch.kind == "weights")
     attended = TYPE * 2 * widths.kv_heads * widths.head_dim * positions * layers
-    return Decoding(weights, attended, copied_layers * 2 * TYPE * cache, copied_layers, buffers)
+    counted = tokens - skipped
+    return Decoding(weights, attended, sum(copies) / counted, len(copies) / counted, buffers)
 
 
 def _step(w: Widths, layers: int, vocab: int, positions: int, cache: int) -> Iterator[Dispatch]:
