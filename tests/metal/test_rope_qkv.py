@@ -57,10 +57,13 @@ def test_every_shape_of_heads(shape, dtype):
     assert traffic["q"].written + traffic["kv"].written == traffic["qkv"].size
 
 
-@pytest.mark.parametrize("start_pos", [0, 1, 8191, 131071])
-def test_positions(start_pos):
-    """Also far positions, where an imprecise sine is noise."""
-    prove_shape((4, 2), 64, mx.float32, start_pos)
+FAR = [(0, mx.float32), (1, mx.float32), (8191, mx.bfloat16), (65521, mx.float16), (131071, mx.float32)]
+
+
+@pytest.mark.parametrize(("start_pos", "dtype"), FAR, ids=str)
+def test_positions(start_pos, dtype):
+    """Also far positions, where an imprecise sine is noise, and which 16-bit dtypes do not hold."""
+    prove_shape((4, 2), 64, dtype, start_pos)
 
 
 @pytest.mark.parametrize(("batch", "length"), [(1, 5), (2, 1), (3, 4)])

@@ -104,9 +104,10 @@ def of_size(hidden, dim):
     return w13
 
 
-def other_biases():
+def in_two_dtypes(name):
+    """Matrices whose scales or biases are float32, and the others float16."""
     w13 = packed(dtype=F16)
-    w13.parts[0].biases = w13.parts[0].biases.astype(F32)
+    w13.parts[0][name] = w13.parts[0][name].astype(F32)
     return w13
 
 
@@ -133,7 +134,8 @@ DENSE = PackedLinear([nn.Linear(64, 8, bias=False) for _ in range(2)])
         ((packed(), x_of()), (packed(mode="mxfp4"), x_of())),
         ((packed(hidden=12), x_of()), (packed(hidden=6), x_of())),
         ((packed(dtype=F16), x_of(dtype=F16)), (packed(dtype=F16), x_of())),
-        ((packed(dtype=F16), x_of(dtype=F16)), (other_biases(), x_of(dtype=F16))),
+        ((packed(dtype=F16), x_of(dtype=F16)), (in_two_dtypes("biases"), x_of(dtype=F16))),
+        ((packed(dtype=F16), x_of(dtype=F16)), (in_two_dtypes("scales"), x_of(dtype=F16))),
         ((packed(), x_of()), (with_additive_bias(), x_of())),
         ((packed(), x_of()), (MIXED, x_of())),
         ((packed(), x_of()), (DENSE, x_of())),
