@@ -47,18 +47,60 @@ class PlanStep:
         return [packed, Entry(f"{module}.scales", self.dtype, grouped), Entry(f"{module}.biases", self.dtype, grouped)]
 
     @property
+    def packing(self) -> str:
+        """Dtype or quantization in words: 'bfloat16', '4-bit in groups of 64', 'mxfp4'."""
+        quantization = self.quantization
+        if quantization is None:
+            return str(self.dtype).removeprefix("mlx.core.")
+        if quantization.mode != "affine":
+            return quantization.mode
+        return f"{quantization.bits}-bit in groups of {quantization.group_size}"
+
+    @property
     def block_rows(self) -> int:
         """Rows to read at a time; above 256 a multiple of 256, so that no attention head is read twice."""
         rows = max(1, _BLOCK_ELEMENTS * self.tensor.shape[0] // max(1, self.tensor.nbytes // self.tensor.dtype.size))
         return rows - rows % 256 if rows > 256 else rows
 
+    def stored(self, rows: mx.array) -> mx.array:
+        """The values that a reader of the folder gets for `rows` of this tensor: the same shape, float32."""
+        dense, quantization = rows.astype(self.dtype), self.quantization
+        if quantization is None:
+            return dense.astype(mx.float32)
+        settings = _settings(quantization)
+        weight, scales, *biases = mx.quantize(dense, **settings)
+        if biases:
+            # In float32, because 16-bit arithmetic would round twice.
+            scales, biases = scales.astype(mx.float32), [biases[0].astype(mx.float32)]
+        return mx.dequantize(weight, scales, *biases, **settings, dtype=mx.float32)
+
 
 @dataclass(frozen=True)
 class Plan:
-    """All steps, in the order of the forward pass, and the config.json of the result."""
+    """All steps, in the order of the forward pass, and the config.json of the result.
+
+    `settings` is config.json without the quantization. `default` is the quantization that config.json states for all
+    matrices but those that it names; None takes the most common one.
+    """
 
     steps: Sequence[PlanStep]
-    config: Mapping[str, Any]
+    settings: Mapping[str, Any]
+    default: Quantization | None = None
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The content of config.json."""
+        packed = {step.tensor.name.removesuffix(".weight"): step.quantization for step in self.steps}
+        packed = {module: quantization for module, quantization in packed.items() if quantization}
+        if not packed:
+            return dict(self.settings)
+        default = self.default or Counter(packed.values()).most_common(1)[0][0]
+        overrides = {
+            module: _settings(quantization) for module, quantization in packed.items() if quantization != default
+        }
+        quantization = {**_settings(default), **overrides}
+        # mlx-lm reads the first key, the hub and transformers the second.
+        return {**self.settings, "quantization": quantization, "quantization_config": quantization}
 
     @property
     def entries(self) -> list[Entry]:
@@ -108,7 +150,9 @@ def make_plan(
         steps.append(
             PlanStep(tensor, own_dtypes[tensor.name] if as_is and dtype is None else main, quantization, as_is)
         )
-    return Plan(steps, _config(source, steps, main, recipe))
+    ids = {key: value for key, value in source.generation_config.items() if key.endswith("_token_id")}
+    settings = {**to_hf(source.args), **ids, "torch_dtype": _DTYPE_NAMES[main]}
+    return Plan(steps, settings, recipe.default if recipe else None)
 
 
 def _own_dtype(tensor: SourceTensor) -> mx.Dtype:
@@ -124,20 +168,6 @@ def _most_common_dtype(source: Source, own_dtypes: Mapping[str, mx.Dtype]) -> mx
     for tensor in source.tensors.values():
         values[own_dtypes[tensor.name]] += tensor.nbytes // tensor.dtype.size
     return values.most_common(1)[0][0]
-
-
-def _config(source: Source, steps: Sequence[PlanStep], main: mx.Dtype, recipe: Recipe | None) -> dict[str, Any]:
-    ids = {key: value for key, value in source.generation_config.items() if key.endswith("_token_id")}
-    config = {**to_hf(source.args), **ids, "torch_dtype": _DTYPE_NAMES[main]}
-    packed = {step.tensor.name.removesuffix(".weight"): step.quantization for step in steps if step.quantization}
-    if packed:
-        default = recipe.default if recipe else Counter(packed.values()).most_common(1)[0][0]
-        overrides = {
-            module: _settings(quantization) for module, quantization in packed.items() if quantization != default
-        }
-        # mlx-lm reads the first key, the hub and transformers the second.
-        config["quantization"] = config["quantization_config"] = {**_settings(default), **overrides}
-    return config
 
 
 def _settings(quantization: Quantization) -> dict[str, Any]:

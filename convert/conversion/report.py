@@ -45,16 +45,7 @@ class Report:
 
 def describe_packing(plan: Plan) -> str:
     """'bfloat16', or '4-bit in groups of 64 (225), bfloat16 (65)' with the number of tensors of each kind."""
-    kinds: Counter[str] = Counter()
-    for step in plan.steps:
-        quantization = step.quantization
-        dtype = str(step.dtype).removeprefix("mlx.core.")
-        if quantization is None:
-            kinds[dtype] += 1
-        elif quantization.mode == "affine":
-            kinds[f"{quantization.bits}-bit in groups of {quantization.group_size}"] += 1
-        else:
-            kinds[quantization.mode] += 1
+    kinds = Counter(step.packing for step in plan.steps)
     if len(kinds) == 1:
         return next(iter(kinds))
     return ", ".join(f"{kind} ({count})" for kind, count in kinds.most_common())

@@ -17,6 +17,7 @@ from convert.conversion.plan import Plan, PlanStep, make_plan
 from convert.conversion.progress import ProgressBar
 from convert.conversion.recipe import Recipe
 from convert.conversion.report import Report, describe_packing, model_card
+from convert.conversion.updates import hold_updates, loss_notes
 from convert.lora.fuse import with_adapter
 from convert.sources.open import open_source
 from convert.sources.source import Source
@@ -72,9 +73,9 @@ def convert(
     opened = open_source(source, rope_factor=rope_factor, exact_scales=exact_scales)
     if adapter is not None:
         opened = with_adapter(opened, Path(adapter))
-    plan = make_plan(opened, dtype=dtype, recipe=recipe, dequantize=dequantize)
+    plan, held = hold_updates(make_plan(opened, dtype=dtype, recipe=recipe, dequantize=dequantize), progress=progress)
     check_disk(target, plan.nbytes + _SPARE_BYTES)
-    notes = [*opened.notes, *_dense_notes(plan, recipe)]
+    notes = [*opened.notes, *loss_notes(held), *_dense_notes(plan, recipe)]
     with staged_folder(target, overwrite=overwrite) as folder:
         checksums = _write_tensors(plan, folder, progress, on_progress)
         _write_other_files(opened, plan, folder, checksums, notes)

@@ -44,7 +44,8 @@ def with_adapter(source: Source, folder: Path) -> Source:
 def _fused(tensor: SourceTensor, update: LoRAUpdate, folder: Path) -> SourceTensor:
     rows = partial(_rows, tensor, update)
     packed = partial(_packed, tensor, rows) if tensor.quantized_rows else None
-    return dataclasses.replace(tensor, rows=rows, quantized_rows=packed, origin=f"{tensor.origin} with {folder.name}")
+    origin = f"{tensor.origin} with {folder.name}"
+    return dataclasses.replace(tensor, rows=rows, quantized_rows=packed, origin=origin, base=tensor)
 
 
 def _rows(tensor: SourceTensor, update: LoRAUpdate, start: int, stop: int) -> mx.array:

@@ -42,7 +42,8 @@ class SourceTensor:
     the packed rows. `rows` then returns the values dense, in `dtype`, which may be wider than that of the scales.
 
     `origin` names the file (or files) and the tensor in it, for messages. `checksums` are those that the files state
-    for the bytes of this tensor.
+    for the bytes of this tensor. `base`, if an adapter is fused into this tensor, is the tensor of the same shape
+    without it.
     """
 
     name: str
@@ -53,6 +54,7 @@ class SourceTensor:
     quantization: Quantization | None = None
     quantized_rows: Callable[[int, int], QuantizedRows] | None = None
     checksums: Sequence[Checksum] = ()
+    base: "SourceTensor | None" = None
 
     @property
     def nbytes(self) -> int:
