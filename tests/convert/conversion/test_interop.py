@@ -29,7 +29,7 @@ def greedy(step, tokens: mx.array, count: int = 12) -> list[int]:
 
 def same_as_peer(folder: Path, ids: mx.array = IDS) -> None:
     """Logits within 1e-4 of mlx-lm's, and the same greedy tokens. Both compute in float32."""
-    ours, (peer, _) = load_model(folder), peer_load_model(folder)
+    ours, (peer, _) = load_model(folder, dtype=mx.float32), peer_load_model(folder)
     peer.set_dtype(mx.float32)
     logits, expected = ours(ids), peer(ids)
     assert mx.abs(expected).max().item() > 0.1
