@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="RoPE scaling of Meta's checkpoints (default: 32 for 3.2 1B and 3B, 8 for 3.1 and 3.3)",
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace an existing TARGET, once all is written")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing model, once all is written")
     parser.add_argument("--quiet", action="store_true", help="no progress bar and no report")
 
 

@@ -22,6 +22,7 @@ from convert.gguf.writer import TensorOutput, file_size, write_gguf
 from convert.lora.fuse import with_adapter
 from convert.sources.open import open_source
 from convert.sources.source import Source, SourceTensor
+from convert.storage.overwriting import check_gguf_target, check_source_stays
 from convert.storage.staged_file import staged_file
 from convert.storage.staged_folder import check_disk
 from mlx_llama3.checkpoint.tensor_names import hf_to_gguf
@@ -88,6 +89,8 @@ def to_gguf(
     """
     started = time.perf_counter()
     opened, target = open_source(source, rope_factor=rope_factor), Path(target)
+    check_gguf_target(target)
+    check_source_stays(opened.files, target)
     if adapter is not None:
         opened = with_adapter(opened, Path(adapter))
     vocabulary, template = _tokenizer(opened)

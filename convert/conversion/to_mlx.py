@@ -21,6 +21,7 @@ from convert.conversion.updates import hold_updates, loss_notes
 from convert.lora.fuse import with_adapter
 from convert.sources.open import open_source
 from convert.sources.source import Source
+from convert.storage.overwriting import carried_over, check_source_stays
 from convert.storage.safetensors_writer import SafetensorsWriter
 from convert.storage.staged_folder import check_disk, check_folder_target, staged_folder
 from convert.storage.stored_tensor import Checksum
@@ -59,7 +60,7 @@ def convert(
         adapter: a folder with a LoRA adapter, of PEFT or mlx-lm, to fuse into the weights.
         rope_factor: overrides the RoPE scaling factor of Meta's checkpoints.
         exact_scales: float32 scales for GGUF types whose scales need them.
-        overwrite: replace an existing target once all is written.
+        overwrite: replace the model in an existing target once all is written; other files in it are kept.
         progress: show a bar on standard error, if that is a terminal.
         on_progress: called with (bytes written, total bytes) after each block; it may raise to end the conversion.
 
@@ -73,6 +74,8 @@ def convert(
     opened = open_source(source, rope_factor=rope_factor, exact_scales=exact_scales)
     if adapter is not None:
         opened = with_adapter(opened, Path(adapter))
+    check_source_stays(opened.files, target)
+    kept = carried_over(target) if target.exists() else []
     plan, held = hold_updates(make_plan(opened, dtype=dtype, recipe=recipe, dequantize=dequantize), progress=progress)
     check_disk(target, plan.nbytes + _SPARE_BYTES)
     notes = [*opened.notes, *loss_notes(held), *_dense_notes(plan, recipe)]
@@ -90,7 +93,7 @@ def convert(
         nbytes=plan.nbytes,
         checksums=checksums,
         seconds=time.perf_counter() - started,
-        notes=notes,
+        notes=[*notes, *([f"kept in {target}: {', '.join(kept)}"] if kept else [])],
     )
 
 

@@ -72,6 +72,7 @@ def open_gguf(path: Path, *, exact_scales: bool = False) -> Source:
         generation_config=tokenizer.generation_config(),
         write_tokenizer=tokenizer.write,
         notes=[*notes, *_packing_notes(model, exact_scales)],
+        files=model.files,
     )
 
 

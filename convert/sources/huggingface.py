@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from convert.sources.source import QuantizedRows, Source, SourceTensor
-from convert.sources.tokenizer_files import copy_tokenizer_files
+from convert.sources.tokenizer_files import copy_tokenizer_files, tokenizer_files
 from convert.storage.safetensors_reader import read_safetensors
 from convert.storage.stored_tensor import WEIGHT_DTYPES, StoredTensor, to_mlx
 from convert.storage.torch_zip import read_pth
@@ -70,6 +70,7 @@ def open_huggingface(folder: Path) -> Source:
         generation_config=_generation_config(folder, config),
         write_tokenizer=partial(copy_tokenizer_files, folder) if has_tokenizer else lambda target: [],
         notes=[*_ignored(folder, files), *([] if has_tokenizer else [_NO_TOKENIZER])],
+        files=[folder / "config.json", *files, *(folder / name for name in tokenizer_files(folder))],
     )
 
 

@@ -70,6 +70,7 @@ def open_meta(folder: Path, *, rope_factor: float | None = None) -> Source:
         generation_config=tokenizer.generation_config(),
         write_tokenizer=tokenizer.write,
         notes=notes,
+        files=[folder / "params.json", *files, *([tokenizer.path] if tokenizer.path else [])],
     )
 
 

@@ -73,7 +73,8 @@ class Source:
     tensors; `lm_head.weight` is among them only if the head is not tied to the embedding. `generation_config` is
     the content of generation_config.json (`bos_token_id`, `eos_token_id`, and sampling defaults if the checkpoint has
     them). `write_tokenizer(folder)` writes the tokenizer's files into a folder and returns their names, none if the
-    checkpoint has no tokenizer. `notes` are sentences for the person: what was ignored, what was assumed.
+    checkpoint has no tokenizer. `notes` are sentences for the person: what was ignored, what was assumed. `files` are
+    all files that are read.
     """
 
     path: Path
@@ -83,6 +84,7 @@ class Source:
     generation_config: Mapping[str, Any]
     write_tokenizer: Callable[[Path], Sequence[str]]
     notes: Sequence[str] = field(default=())
+    files: Sequence[Path] = field(default=())
 
     @property
     def name(self) -> str:

@@ -65,12 +65,20 @@ def copy_tokenizer_files(source: Path, target: Path) -> list[str]:
     """
     if not (source / "tokenizer.json").exists() and not (source / "tokenizer.model").exists():
         raise UserError(f"{source}: holds no tokenizer; expected tokenizer.json or tokenizer.model in it")
-    names = [name for name in _FILES if (source / name).exists()]
-    names += [f"{_TEMPLATES}/{file.name}" for file in sorted(source.glob(f"{_TEMPLATES}/*.jinja"))]
+    names = tokenizer_files(source)
     for name in names:
         (target / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(source / name, target / name)
     return names
+
+
+def tokenizer_files(folder: Path) -> list[str]:
+    """The names of the tokenizer's files in a Hugging Face folder."""
+    templates = sorted(folder.glob(f"{_TEMPLATES}/*.jinja"))
+    return [
+        *(name for name in _FILES if (folder / name).exists()),
+        *(f"{_TEMPLATES}/{file.name}" for file in templates),
+    ]
 
 
 def _tokenizer_json(vocabulary: Vocabulary) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from convert.storage.overwriting import carry_over
 from mlx_llama3.errors import UserError
 from mlx_llama3.system.locks import try_lock
 
@@ -20,8 +21,9 @@ from mlx_llama3.system.locks import try_lock
 def staged_folder(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
     """Make an empty folder to write into; it becomes `target` if the block ends without an exception.
 
-    An existing `target` is refused, or with `overwrite` replaced at the end. Files, folder and rename are flushed to
-    the disk here; the block itself must flush the buffers of files that it leaves open.
+    An existing `target` is refused. With `overwrite` a model in it is replaced at the end, and all else is carried over
+    (`overwriting`). Files, folder and rename are flushed to the disk here; the block itself must flush the buffers of
+    files that it leaves open.
 
     Raises:
         UserError: `target` exists and may not be replaced, is being written by another process, or its parent is not
@@ -83,21 +85,22 @@ def check_folder_target(target: Path, *, overwrite: bool) -> None:
 
 
 def _replace(staging: Path, target: Path) -> None:
-    """Rename `staging` to `target`; an existing `target` is renamed first and deleted last."""
+    """Rename `staging` to `target`; an existing `target` is renamed first, and carried over and deleted last."""
     aside = target.with_name(f".{target.name}.replaced-{os.getpid()}")
     if target.exists():
         target.rename(aside)
     staging.rename(target)
     flush(target.parent)
     if aside.exists():
-        shutil.rmtree(aside)
+        carry_over(aside, target)
+        flush(target)
 
 
 def _clean(target: Path) -> None:
     """Remove what dead processes left beside `target`; restore a `target` that one had renamed but not yet replaced."""
     for aside in target.parent.glob(f".{glob.escape(target.name)}.replaced-*"):
         if target.exists():
-            shutil.rmtree(aside)
+            carry_over(aside, target)
         else:
             aside.rename(target)
     for staging in target.parent.glob(f".{glob.escape(target.name)}.partial-*"):

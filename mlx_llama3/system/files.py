@@ -10,10 +10,11 @@ from typing import Any
 from mlx_llama3.errors import UserError
 
 
-def read_bytes(path: Path) -> bytes:
-    """The content of a file. Raises `UserError` if it is missing or cannot be read."""
+def read_bytes(path: Path, count: int = -1) -> bytes:
+    """The content of a file, or its first `count` bytes. Raises `UserError` if it is missing or cannot be read."""
     try:
-        return path.read_bytes()
+        with path.open("rb") as file:
+            return file.read(count)
     except FileNotFoundError as error:
         raise UserError(f"{path}: no such file") from error
     except OSError as error:
