@@ -49,6 +49,7 @@ bench: .venv/installed-peers
 	@$(BIN)/python benchmarks/speculative.py
 	@$(BIN)/python benchmarks/batch.py
 	@$(BIN)/python -m benchmarks.ledger
+	@$(BIN)/python -m benchmarks.cache_copies
 
 bench-convert: .venv/installed-test
 	@$(BIN)/python benchmarks/convert_memory.py $(ARGS)
