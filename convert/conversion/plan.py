@@ -62,6 +62,11 @@ class PlanStep:
         rows = max(1, _BLOCK_ELEMENTS * self.tensor.shape[0] // max(1, self.tensor.nbytes // self.tensor.dtype.size))
         return rows - rows % 256 if rows > 256 else rows
 
+    def stored_base(self, start: int, stop: int) -> mx.array:
+        """Rows of `tensor.base` as a reader would get them, had no adapter been fused: copied if packed so already."""
+        rows, packed = self.tensor.base.rows(start, stop), self.quantization is not None
+        return rows if packed and self.quantization == self.tensor.base.quantization else self.stored(rows)
+
     def stored(self, rows: mx.array) -> mx.array:
         """The values that a reader of the folder gets for `rows` of this tensor: the same shape, float32."""
         dense, quantization = rows.astype(self.dtype), self.quantization

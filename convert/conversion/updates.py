@@ -8,10 +8,7 @@ from tqdm import tqdm
 
 from convert.conversion.plan import Plan, PlanStep
 from convert.lora.loss import MOST_LOST, lost_share
-from convert.sources.source import SourceTensor
 from mlx_llama3.checkpoint.quantization import Quantization
-
-import mlx.core as mx
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
@@ -44,11 +41,8 @@ def hold_updates(plan: Plan, *, progress: bool = False) -> tuple[Plan, list[Held
 
 def update_loss(step: PlanStep) -> float:
     """The share of the update of a fused tensor that is lost when it is written as the step says."""
-
-    def written(tensor: SourceTensor, start: int, stop: int) -> mx.array:
-        return step.stored(tensor.rows(start, stop))
-
-    return lost_share(step.tensor, written, step.block_rows)
+    tensor = step.tensor
+    return lost_share(tensor, lambda *rows: step.stored(tensor.rows(*rows)), step.stored_base, step.block_rows)
 
 
 def _hold(planned: PlanStep) -> HeldUpdate:

@@ -12,9 +12,10 @@ import mlx.core as mx
 
 # The largest share of an update that may be lost.
 MOST_LOST = 0.1
+_Rows = Callable[[int, int], mx.array]
 
 
-def lost_share(tensor: SourceTensor, written: Callable[[SourceTensor, int, int], mx.array], block_rows: int) -> float:
+def lost_share(tensor: SourceTensor, written: _Rows, plain: _Rows, block_rows: int) -> float:
     """The share of the update of `tensor` that does not arrive: 0 if all of it does, 1 if none.
 
     What arrived is projected onto what was meant: 1 - <arrived, meant> / <meant, meant>, over all values. `meant` is
@@ -23,18 +24,19 @@ def lost_share(tensor: SourceTensor, written: Callable[[SourceTensor, int, int],
 
     Args:
         tensor: a tensor with an adapter fused (`tensor.base` is set).
-        written: (tensor or its base, start, stop) -> the values of these rows as a reader of the result gets them.
+        written: (start, stop) -> these rows as a reader of the result gets them.
+        plain: the same, had the adapter not been fused.
         block_rows: rows to read at a time.
     """
     arrived = meant = 0.0
     for start in range(0, tensor.shape[0], block_rows):
         stop = min(start + block_rows, tensor.shape[0])
-        wanted = _difference(tensor.rows(start, stop), tensor.base.rows(start, stop))
-        got = _difference(written(tensor, start, stop), written(tensor.base, start, stop))
-        arrived += mx.sum(got * wanted).item()
+        wanted = difference(tensor.rows(start, stop), tensor.base.rows(start, stop))
+        arrived += mx.sum(difference(written(start, stop), plain(start, stop)) * wanted).item()
         meant += mx.sum(wanted * wanted).item()
     return 1 - arrived / meant if meant else 0.0
 
 
-def _difference(one: mx.array, other: mx.array) -> mx.array:
+def difference(one: mx.array, other: mx.array) -> mx.array:
+    """`one` less `other`, in float32."""
     return one.astype(mx.float32) - other.astype(mx.float32)

@@ -1,16 +1,18 @@
 """Verifies a conversion: reads the folder again, compares all tensors with the source, and runs both on one text."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tqdm import tqdm
 
 from convert.lora.fuse import with_adapter
+from convert.lora.loss import MOST_LOST
 from convert.sources.huggingface import open_huggingface
 from convert.sources.open import open_source
 from convert.sources.source import Source
+from convert.verification.adapter_effect import AdapterEffect, adapter_effect, lost_updates, variants
 from convert.verification.compare import Comparison, compare
 from convert.verification.layerwise_logits import run_layerwise
 from convert.verification.sample_text import TEXT
@@ -40,18 +42,32 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Verification:
-    """The result of `verify`; `divergence` is None if the models were not run."""
+    """The result of `verify`; `divergence` is None if the models were not run.
+
+    For a folder with an adapter fused, `lost` is the share of each update that is lost, by tensor, and `effect` what
+    the adapter does when the models are run.
+    """
 
     folder: Path
     kind: str
     comparisons: Sequence[Comparison]
     differences: Sequence[str]
     divergence: Divergence | None
+    lost: Mapping[str, float] = field(default_factory=dict)
+    effect: AdapterEffect | None = None
 
     @property
     def ok(self) -> bool:
-        """Whether the configurations agree and every tensor is exact or within the bound of its quantization."""
-        return not self.differences and all(c.exact or c.within for c in self.comparisons)
+        """Whether the configurations agree, every tensor is exact or within the bound of its quantization, and a fused
+        adapter arrived.
+        """
+        tensors = not self.differences and all(c.exact or c.within for c in self.comparisons)
+        return tensors and not self._lost and (self.effect is None or self.effect.ok)
+
+    @property
+    def _lost(self) -> list[str]:
+        """The tensors that lost more than `MOST_LOST` of their updates."""
+        return [name for name, share in self.lost.items() if not share <= MOST_LOST]
 
     def __str__(self) -> str:
         lines = [f"{self.folder}, against {self.kind}", *(f"DIFFERS: {difference}" for difference in self.differences)]
@@ -60,6 +76,14 @@ class Verification:
             by_packing.setdefault(comparison.packing, []).append(comparison)
         lines += [_describe(name, comparisons) for name, comparisons in by_packing.items()]
         lines += [f"WRONG: {c.name}: {_describe_error(c)}" for c in self.comparisons if not (c.exact or c.within)]
+        lines += [
+            f"WRONG: {name}: {100 * self.lost[name]:.0f} % of the adapter's update is lost" for name in self._lost
+        ]
+        if self._lost:
+            lines.append("convert with --adapter again: what packing rounds away gets more bits")
+        elif self.lost:
+            worst = max(self.lost, key=self.lost.__getitem__)
+            lines.append(f"of the adapter's updates at most {100 * max(0, self.lost[worst]):.1f} % is lost ({worst})")
         if self.divergence:
             d = self.divergence
             lines += [
@@ -67,6 +91,8 @@ class Verification:
                 f"{d.folder_perplexity:.4f} of the folder",
                 f"KL divergence {d.kl:.3g} nats a token, the same most likely token for {100 * d.agreement:.1f} %",
             ]
+        if self.effect:
+            lines.append(f"{'' if self.effect.ok else 'WRONG: '}{self.effect}")
         return "\n".join([*lines, "verified" if self.ok else "NOT VERIFIED"])
 
 
@@ -105,8 +131,12 @@ def verify(
             for comparison in compare(target, source):
                 comparisons.append(comparison)
                 bar.update()
-    divergence = _run(target, source, text or TEXT, progress) if run and not differences else None
-    return Verification(Path(folder), source.kind, comparisons, differences, divergence)
+    divergence, effect, lost = None, None, {}
+    if adapter is not None and not differences:
+        lost = lost_updates(target, source)
+    if run and not differences:
+        divergence, effect = _run(target, source, text or TEXT, progress)
+    return Verification(Path(folder), source.kind, comparisons, differences, divergence, lost, effect)
 
 
 def _differences(target: Source, source: Source) -> list[str]:
@@ -140,22 +170,26 @@ def _describe_error(comparison: Comparison) -> str:
     return f"the largest error is {comparison.worst:.2f} times the bound of {comparison.packing}"
 
 
-def _run(target: Source, source: Source, text: str, progress: bool) -> Divergence:
-    ids = _tokens(target, text)[: min(_POSITIONS, target.args.max_seq_len)]
+def _run(target: Source, source: Source, text: str, progress: bool) -> tuple[Divergence, AdapterEffect | None]:
+    """Run both; if an adapter is fused into the source, variants of the folder too, on half of the text."""
+    sides = {"source": source, "folder": target, **variants(target, source)}
+    ids = _tokens(target, text)[: min(2 * _POSITIONS // len(sides), target.args.max_seq_len)]
     if len(ids) < 2:
         raise UserError("the text has fewer than two tokens; give a longer one")
     tokens = mx.array(ids)
-    steps = 2 * (target.args.n_layers + 1)
+    steps = len(sides) * (target.args.n_layers + 1)
     with tqdm(total=steps, desc="run", unit="layer", disable=None if progress else True) as bar:
-        expected, actual = (_log_probabilities(side, tokens, bar) for side in (source, target))
+        outcomes = {name: _log_probabilities(side, tokens, bar) for name, side in sides.items()}
+    expected, actual = outcomes["source"], outcomes["folder"]
     kl = mx.sum(mx.exp(expected) * (expected - actual), axis=-1)
-    return Divergence(
+    divergence = Divergence(
         tokens=len(ids),
         source_perplexity=_perplexity(expected, tokens),
         folder_perplexity=_perplexity(actual, tokens),
         kl=max(0.0, mx.mean(kl).item()),
         agreement=mx.mean(mx.argmax(expected, axis=-1) == mx.argmax(actual, axis=-1)).item(),
     )
+    return divergence, adapter_effect(outcomes) if "plain" in outcomes else None
 
 
 def _tokens(target: Source, text: str) -> list[int]:
