@@ -17,6 +17,7 @@ import numpy as np
 
 from convert.gguf.types import LAYOUTS, TYPE_NAMES
 from mlx_llama3.errors import UserError
+from mlx_llama3.system.files import check_weights_file
 
 MAGIC = b"GGUF"
 DEFAULT_ALIGNMENT = 32
@@ -100,6 +101,7 @@ def read_header(path: Path) -> GGUFHeader:
         GGUFError: the file is missing, truncated, damaged or big endian; its version, a metadata type or a tensor type
             (not in `LAYOUTS`) is not supported; tensors overlap or reach beyond the file.
     """
+    check_weights_file(path)
     try:
         with open(path, "rb") as file:
             if not file.read(1):

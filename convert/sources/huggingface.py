@@ -12,7 +12,7 @@ from convert.storage.safetensors_reader import read_safetensors
 from convert.storage.stored_tensor import WEIGHT_DTYPES, StoredTensor, to_mlx
 from convert.storage.torch_zip import read_pth
 from mlx_llama3.checkpoint.config_json import from_hf
-from mlx_llama3.checkpoint.folder import indexed_files
+from mlx_llama3.checkpoint.folder import indexed_files, missing_tensor
 from mlx_llama3.checkpoint.quantization import Quantization, module_quantization, quantization_settings
 from mlx_llama3.checkpoint.tensor_shapes import expected_shapes
 from mlx_llama3.errors import UserError
@@ -54,10 +54,10 @@ def open_huggingface(folder: Path) -> Source:
     """
     config = read_json(folder / "config.json")
     source = str(folder / "config.json")
-    quantization = quantization_settings(config, source)
     args = from_hf(config, source=source)
     files = weight_files(folder)
     stored = _read_files(files)
+    quantization = quantization_settings(config, stored, source)
     tensors = _source_tensors(args, stored, quantization, folder)
     kind = "torch" if files[0].suffix == ".bin" else "safetensors"
     has_tokenizer = any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model"))
@@ -126,7 +126,7 @@ def _source_tensors(
     for name, shape in expected_shapes(args).items():
         weight = unused.pop(name, None)
         if weight is None:
-            raise UserError(f"{folder}: tensor {name} is missing; fetch the model again")
+            raise UserError(missing_tensor(folder, name, stored))
         module = name.removesuffix(".weight")
         scales, biases = unused.pop(f"{module}.scales", None), unused.pop(f"{module}.biases", None)
         if scales is None:

@@ -7,6 +7,7 @@ from convert.sources.gguf import open_gguf
 from convert.sources.huggingface import open_huggingface, weight_files
 from convert.sources.meta import is_meta_folder, open_meta
 from convert.sources.source import Source
+from mlx_llama3.checkpoint.folder import adapter_hint, misnamed_hint
 from mlx_llama3.errors import UserError
 
 _MAX_LISTED = 6
@@ -50,7 +51,11 @@ def _missing(folder: Path) -> str:
     """For a message: what the folder holds, and what is missing."""
     names = sorted(path.name for path in folder.iterdir())
     if (folder / "config.json").exists():
-        return "config.json is there, but no model*.safetensors and no pytorch_model*.bin"
+        missing = "config.json is there, but no model*.safetensors and no pytorch_model*.bin"
+        hint = adapter_hint(folder) or misnamed_hint(folder)
+        return f"{missing}; {hint}" if hint else missing
+    if hint := adapter_hint(folder):
+        return hint
     if any(name.startswith("consolidated") for name in names):
         return "consolidated files are there, but no params.json"
     if any(name.endswith((".safetensors", ".bin")) for name in names):

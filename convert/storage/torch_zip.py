@@ -17,6 +17,7 @@ from typing import NamedTuple
 from convert.storage.stored_tensor import DTYPES, Checksum, StoredTensor
 from convert.storage.torch_pickle import MAX_PICKLE_BYTES, StatePickle, Storage, TensorView
 from mlx_llama3.errors import UserError
+from mlx_llama3.system.files import check_weights_file
 
 _MAX_DIRECTORY_BYTES = 8 << 20
 _MAX_AXES = 8
@@ -56,6 +57,7 @@ def read_pth(path: Path) -> dict[str, StoredTensor]:
     Raises `UserError`, with file and tensor, if the file is not such a zip, is truncated, compressed, has entries that
     overlap or lie outside of it, or if its pickle holds anything but tensors (`torch_pickle.StatePickle`).
     """
+    check_weights_file(path)
     entries = _read_directory(path)
     root = _find_root(path, entries)
     pickle = entries[f"{root}/data.pkl"]

@@ -49,6 +49,8 @@ _HF_SUSPECT = (
     "softcap",
     "window",
 )
+# A key with one of these says how attention is computed or trained, not what it computes.
+_HF_HARMLESS = ("flash", "sdpa", "xformers", "memory_efficient", "dropout", "pdrop", "fused", "_impl")
 
 
 def from_hf(config: Mapping[str, Any], *, source: str) -> ModelArgs:
@@ -100,7 +102,8 @@ def _check_hf_keys(config: Mapping[str, Any], source: str) -> None:
         raise ConfigError(f"{source}: layer_types is {layer_types!r:.60}, must be a list of 'full_attention' only")
     unknown = [k for k, v in config.items() if k not in _HF_KNOWN and k not in _HF_FIXED and v not in (None, False)]
     for key in unknown:
-        if any(word in key.lower() for word in _HF_SUSPECT):
+        suspect, harmless = (any(word in key.lower() for word in words) for words in (_HF_SUSPECT, _HF_HARMLESS))
+        if suspect and not harmless:
             raise ConfigError(f"{source}: unknown key {key!r} = {config[key]!r}; it may change what the model computes")
     if unknown:
         log.warning("%s: keys ignored: %s", source, ", ".join(sorted(unknown)))

@@ -25,8 +25,10 @@ class ConfigKeys:
         return default if value is None else value
 
     def whole(self, key: str, default: int | None = None) -> int:
-        """A positive whole number."""
+        """A positive whole number; some programs write 2048 as 2048.0."""
         value = self.required(key, default)
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
         check_whole(f"{self.source}: {key}", value)
         return value
 

@@ -3,6 +3,7 @@
 A model folder is any `mlx-community` Llama 3 repository, or what `mlx-llama3 convert` writes.
 """
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from mlx_llama3.checkpoint.config_json import from_hf
 from mlx_llama3.checkpoint.quantization import Quantization, module_quantization, quantization_settings
 from mlx_llama3.checkpoint.tensor_shapes import count_weights, expected_shapes
 from mlx_llama3.errors import UserError
-from mlx_llama3.system.files import read_json
+from mlx_llama3.system.files import check_weights_file, read_json
 
 import mlx.core as mx
 
@@ -31,8 +32,8 @@ class Checkpoint:
         self.folder = Path(folder)
         settings = read_settings(self.folder)
         self.args = from_hf(settings, source=str(self.folder / "config.json"))
-        self._quantization = quantization_settings(settings, str(self.folder / "config.json"))
         self.weights = _read_weights(self.folder)
+        self._quantization = quantization_settings(settings, self.weights, str(self.folder / "config.json"))
         if self.args.tie_word_embeddings:
             self.weights = {name: w for name, w in self.weights.items() if not name.startswith("lm_head.")}
         self._check_shapes()
@@ -97,7 +98,7 @@ class Checkpoint:
 
     def _check_tensor(self, key: str, shape: tuple[int, ...], *, packed: bool) -> None:
         if key not in self.weights:
-            raise CheckpointError(f"{self.folder}: tensor {key} is missing; download or convert the model again")
+            raise CheckpointError(missing_tensor(self.folder, key, self.weights))
         tensor = self.weights[key]
         if tensor.shape != shape:
             raise CheckpointError(f"{self.folder}: tensor {key} has shape {tensor.shape}, config.json means {shape}")
@@ -106,6 +107,15 @@ class Checkpoint:
             kind = str(tensor.dtype).removeprefix("mlx.core.")
             expected = "packed integers" if packed else "float16, bfloat16 or float32"
             raise CheckpointError(f"{self.folder}: tensor {key} is {kind}; expected {expected}")
+
+
+def missing_tensor(folder: Path, name: str, stored: Iterable[str]) -> str:
+    """The sentence for a tensor that is not there; it shows the name that is, if that has a prefix more."""
+    for other in stored:
+        if other != name and other.endswith(f".{name}"):
+            prefix = other.removesuffix(name)
+            return f"{folder}: tensor {name} is named {other[:200]} here; save the model anew without {prefix[:100]!r}"
+    return f"{folder}: tensor {name} is missing; download or convert the model again"
 
 
 def not_finite(folder: Path, key: str) -> CheckpointError:
@@ -137,20 +147,41 @@ def read_settings(folder: Path) -> dict[str, Any]:
         hint = f"; convert it first: mlx-llama3 convert {folder} TARGET" if folder.suffix == ".gguf" else ""
         raise CheckpointError(f"{folder}: {kind}; expected a model folder with config.json and safetensors{hint}")
     if not (folder / "config.json").exists():
-        convertible = (folder / "params.json").exists() or any(folder.glob("*.gguf")) or any(folder.glob("*.pth"))
-        hint = (
-            f"convert it first: mlx-llama3 convert {folder} TARGET"
-            if convertible
-            else "name a folder that mlx-llama3 convert or mlx-lm wrote, or a Hugging Face download"
-        )
-        raise CheckpointError(f"{folder}: no config.json, so this is no model folder; {hint}")
+        raise CheckpointError(f"{folder}: no config.json, so this is no model folder; {_way_out(folder)}")
     return read_json(folder / "config.json")
+
+
+def adapter_hint(folder: Path) -> str | None:
+    """What to do with a folder that holds an adapter and no model; None for any other folder."""
+    weights = ("adapters.safetensors", "adapter_model.safetensors", "adapter_model.bin")
+    if not any((folder / name).exists() for name in ("adapter_config.json", *weights)):
+        return None
+    return f"it holds an adapter: fuse it into its model with `mlx-llama3 convert MODEL TARGET --adapter {folder}`"
+
+
+def misnamed_hint(folder: Path) -> str | None:
+    """What to do with safetensors under names that no reader of model folders looks for; None if there are none."""
+    names = sorted(path.name for path in folder.glob("*.safetensors") if not path.name.startswith("."))
+    expected = "model.safetensors, or model-00001-of-0000N.safetensors ..."
+    return f"{names[0]} has another name than the weights of a model: rename it to {expected}" if names else None
+
+
+def _way_out(folder: Path) -> str:
+    """What to do with a folder from which no weights are loaded."""
+    names = [path.name for path in folder.iterdir() if not path.name.startswith(".")]
+    beside = {"consolidated": "params.json", "pytorch_model": "config.json"}
+    weights = {stem for stem in beside for name in names if name.startswith(stem)}
+    if any(name.lower().endswith(".gguf") for name in names) or any(beside[stem] in names for stem in weights):
+        return f"convert it first: mlx-llama3 convert {folder} TARGET"
+    other = "name a folder that mlx-llama3 convert or mlx-lm wrote, or a Hugging Face download"
+    return adapter_hint(folder) or misnamed_hint(folder) or other
 
 
 def _read_weights(folder: Path) -> dict[str, mx.array]:
     """All tensors, lazy: only headers are read. Other sets of weights in the folder are ignored."""
     weights: dict[str, mx.array] = {}
     for path in weight_files(folder):
+        check_weights_file(path)
         try:
             tensors = mx.load(str(path))
         except RuntimeError as error:
@@ -170,7 +201,7 @@ def weight_files(folder: Path) -> list[Path]:
         return indexed_files(index)
     paths = sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("weights*.safetensors"))
     if not paths:
-        raise CheckpointError(f"{folder}: no model*.safetensors; convert it first: mlx-llama3 convert {folder} TARGET")
+        raise CheckpointError(f"{folder}: no model*.safetensors; {_way_out(folder)}")
     return paths
 
 

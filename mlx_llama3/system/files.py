@@ -9,16 +9,31 @@ from typing import Any
 
 from mlx_llama3.errors import UserError
 
+# A clone without git-lfs has such files in place of the large ones.
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+
 
 def read_bytes(path: Path, count: int = -1) -> bytes:
     """The content of a file, or its first `count` bytes. Raises `UserError` if it is missing or cannot be read."""
     try:
         with path.open("rb") as file:
-            return file.read(count)
+            content = file.read(count)
     except FileNotFoundError as error:
         raise UserError(f"{path}: no such file") from error
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+    if content.startswith(_LFS_POINTER):
+        raise UserError(f"{path}: is a pointer of git-lfs, not the file itself; run `git lfs pull` in its folder")
+    return content
+
+
+def check_weights_file(path: Path) -> None:
+    """Raise `UserError` unless `path` is a plain file that can be read, and no pointer of git-lfs."""
+    if path.is_symlink() and not path.exists():
+        raise UserError(f"{path}: is a link to a file that is gone; download the model again")
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path}: is {'a folder' if path.is_dir() else 'no plain file'}; expected a file of weights")
+    read_bytes(path, len(_LFS_POINTER))
 
 
 def read_text(path: Path) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mlx_llama3.errors import UserError
+from mlx_llama3.system.files import check_weights_file
 
 # The format allows 100 MB; the longest known header (405B in one file) has a quarter of a megabyte.
 _MAX_HEADER_BYTES = 16 << 20
@@ -39,6 +40,7 @@ def read_header(path: Path) -> SafetensorsHeader:
         UserError: the file is absent or cannot be read.
         HeaderError: the header is truncated, longer than 16 MB, no JSON object, or names a tensor twice.
     """
+    check_weights_file(path)
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size

@@ -173,7 +173,7 @@ def test_damage_is_named(write, data, message):
 
 def test_missing_file_and_folder(tmp_path):
     for path in (tmp_path / "none.gguf", tmp_path):
-        with pytest.raises(GGUFError, match=re.escape(str(path))):
+        with pytest.raises(UserError, match=re.escape(str(path))):
             read_header(path)
 
 

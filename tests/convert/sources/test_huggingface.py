@@ -222,7 +222,8 @@ def test_index_that_makes_no_sense(tmp_path, weight_map):
 
 
 def test_weights_quantized_by_others(tmp_path):
-    folder = write_folder(tmp_path, ARGS, WEIGHTS, quantization_config={"quant_method": "gptq", "bits": 4})
+    packed = WEIGHTS | {"model.layers.0.mlp.down_proj.qweight": mx.zeros((8, 8), mx.int32)}
+    folder = write_folder(tmp_path, ARGS, packed, quantization_config={"quant_method": "gptq", "bits": 4})
     assert "quantized with 'gptq', which MLX cannot read" in refused(folder)
 
 

@@ -234,7 +234,7 @@ def test_truncated_anywhere(tmp_path):
     [
         (b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19.", "old format (before 1.6)"),
         (b"\x80\x04}.", "old format"),
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "is not a torch file"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "is a pointer of git-lfs"),
         (b"", "is not a torch file"),
     ],
 )

@@ -60,7 +60,7 @@ def test_hf_written_config_reads_back_in_each_dialect_alone():
         ({"hidden_size": None}, "hidden_size"),
         ({"head_dim": 63}, "head_dim"),
         ({"vocab_size": "many"}, "vocab_size"),
-        ({"num_hidden_layers": 30.0}, "num_hidden_layers is 30.0; it must be a whole number"),
+        ({"num_hidden_layers": 30.5}, "num_hidden_layers is 30.5; it must be a whole number"),
         ({"num_hidden_layers": True}, "num_hidden_layers"),
         ({"num_key_value_heads": 0}, "num_key_value_heads is 0"),
         ({"num_key_value_heads": 5}, "n_heads 32 is not a multiple of n_kv_heads 5"),
@@ -108,3 +108,25 @@ def test_any_value_of_a_key_gives_a_one_line_error_or_a_model(value):
 def test_hf_harmless_unknown_key_is_logged(caplog):
     from_hf(HF | {"rope_theta": 500000.0, "favourite_colour": "blue"}, source="config.json")
     assert "favourite_colour" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "_flash_attn_2_enabled", "use_flash_attention_2", "use_flash_attn", "use_sdpa", "attn_pdrop",
+        "use_fused_rms_norm", "use_memory_efficient_attention", "attention_probs_dropout_prob",
+    ],
+)  # fmt: skip
+def test_keys_about_how_attention_is_computed_are_harmless(key):
+    plain = HF | {"rope_theta": 500000.0}
+    assert from_hf(plain | {key: True}, source="c") == from_hf(plain, source="c")
+
+
+def test_whole_numbers_may_be_written_as_floats():
+    plain = HF | {"rope_theta": 500000.0, "rope_scaling": LLAMA3}
+    floats = {key: float(value) if type(value) is int else value for key, value in plain.items()}
+    floats["rope_scaling"] = LLAMA3 | {"original_max_position_embeddings": 8192.0}
+    args = from_hf(floats, source="c")
+    assert args == from_hf(plain, source="c") and type(args.max_seq_len) is int
+    with pytest.raises(ConfigError, match="max_position_embeddings"):
+        from_hf(plain | {"max_position_embeddings": 2048.5}, source="c")

@@ -281,7 +281,8 @@ def test_folders_that_hold_no_model(tmp_path):
     (tmp_path / "weightless" / "config.json").write_text(json.dumps(to_hf(ARGS)))
     with pytest.raises(UserError, match="no model"):
         load_model(tmp_path / "weightless")
-    gptq = write_folder(tmp_path / "gptq", ARGS, quantization_config={"quant_method": "gptq", "bits": 4})
+    packed = random_weights(ARGS) | {"model.layers.0.mlp.down_proj.qweight": mx.zeros((8, 8), mx.int32)}
+    gptq = write_folder(tmp_path / "gptq", ARGS, packed, quantization_config={"quant_method": "gptq", "bits": 4})
     with pytest.raises(UserError, match="gptq"):
         load_model(gptq)
 

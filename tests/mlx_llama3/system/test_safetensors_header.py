@@ -46,5 +46,5 @@ def test_a_damaged_header_is_named(tmp_path, content, named):
 def test_a_file_that_cannot_be_read_is_named(tmp_path):
     with pytest.raises(UserError, match="absent: no such file"):
         read_header(tmp_path / "absent")
-    with pytest.raises(UserError, match="cannot be read: Is a directory"):
+    with pytest.raises(UserError, match="is a folder; expected a file of weights"):
         read_header(tmp_path)
