@@ -1,20 +1,28 @@
 """Trial cases for the kernels: a loaded model's own weights, and random activations of its shapes and types."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mlx_llama3.autotune.cache_case import cache_cases
 from mlx_llama3.autotune.trial import Case, matrix_form
 from mlx_llama3.model.cache.quantized import QuantizedKVCache
 from mlx_llama3.model.cache.settings import KV_BITS
-from mlx_llama3.model.kernels import add_rms_norm, rope_qkv, sdpa_quantized, swiglu_qmv
+from mlx_llama3.model.kernels import (
+    add_rms_norm,
+    norm_rope_qkv,
+    norm_swiglu_qmv,
+    rope_qkv,
+    sdpa_quantized,
+    swiglu_qmv,
+)
 from mlx_llama3.model.kernels.kernel_set import Rows
 from mlx_llama3.model.kernels.kv_packing import PackedLayout, pack
 from mlx_llama3.model.layers.packed_linear import PackedLinear
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 
 if TYPE_CHECKING:
     from mlx_llama3.model.transformer import Transformer
@@ -37,6 +45,9 @@ def model_cases(model: "Transformer") -> dict[str, list[Case]]:
         "rope_qkv": _rope_qkv,
         "swiglu_qmv": _swiglu_qmv,
         "sdpa_quantized": _sdpa_quantized,
+        # After the kernels whose work they do, because they are also compared with these.
+        "norm_rope_qkv": _norm_rope_qkv,
+        "norm_swiglu_qmv": _norm_swiglu_qmv,
         "double_buffer": cache_cases,
     }
     return {kernel: list(make(model)) for kernel, make in makers.items()}
@@ -93,11 +104,7 @@ def _swiglu_qmv(model: "Transformer") -> Iterator[Case]:
     Consecutive calls use the weights of one layer after the other, so that the chip's caches do not hold them; a
     running model does not have them cached either.
     """
-    forms: dict[str, list[PackedLinear]] = {}
-    for layer in model.layers:
-        w13 = layer.feed_forward.w13
-        forms.setdefault(",".join(matrix_form(part) for part in w13.parts), []).append(w13)
-    for form, weights in forms.items():
+    for form, weights in _forms(layer.feed_forward.w13 for layer in model.layers):
         for length, label, calls in PASSES:
             x = _random(model, (1, length, model.args.dim), 3)
             if swiglu_qmv.takes(weights[0], x):
@@ -113,6 +120,91 @@ def _swiglu_qmv(model: "Transformer") -> Iterator[Case]:
                     calls // 3,
                     rows=Rows.of(length),
                 )
+
+
+def _forms(matrices: Iterable[PackedLinear]) -> Iterable[tuple[str, list[PackedLinear]]]:
+    """The matrices by their storage form."""
+    forms: dict[str, list[PackedLinear]] = {}
+    for packed in matrices:
+        forms.setdefault(",".join(matrix_form(part) for part in packed.parts), []).append(packed)
+    return forms.items()
+
+
+def _norm_swiglu_qmv(model: "Transformer") -> Iterator[Case]:
+    def apart(*inputs: Any) -> tuple[mx.array, ...]:
+        *stream, w13 = inputs
+        h, normed, squares = add_rms_norm.fused(*stream)
+        return h, swiglu_qmv.fused(w13, normed), squares
+
+    for form, weights in _forms(layer.feed_forward.w13 for layer in model.layers):
+        yield from _norm_product(
+            *(model, norm_swiglu_qmv, form, weights),
+            {(): norm_swiglu_qmv.reference, ("add_rms_norm", "swiglu_qmv"): apart},
+            lambda x, out: _first_columns(out, x),
+        )
+
+
+def _norm_rope_qkv(model: "Transformer") -> Iterator[Case]:
+    def apart(*inputs: Any) -> tuple[Any, ...]:
+        *stream, wqkv, n_heads, n_kv_heads, start_pos, freqs = inputs
+        h, normed, squares = add_rms_norm.fused(*stream)
+        return h, rope_qkv.fused(wqkv.packed(normed), n_heads, n_kv_heads, start_pos, freqs), squares
+
+    args = model.args
+    for form, weights in _forms(layer.attention.wqkv for layer in model.layers):
+        yield from _norm_product(
+            *(model, norm_rope_qkv, form, weights),
+            {(): norm_rope_qkv.reference, ("add_rms_norm", "rope_qkv"): apart},
+            lambda x, q, kv: _first_columns(_concatenated(q, kv, x.shape), x),
+            lambda length: (
+                args.n_heads,
+                args.n_kv_heads,
+                CONTEXT,
+                model.rope.frequencies(CONTEXT, length, table=False),
+            ),
+        )
+
+
+def _norm_product(
+    model: "Transformer",
+    kernel: Any,
+    form: str,
+    weights: list[PackedLinear],
+    references: Mapping[tuple[str, ...], Callable[..., Any]],
+    update: Callable[..., mx.array],
+    rest: Callable[[int], tuple[Any, ...]] = lambda length: (),
+) -> Iterator[Case]:
+    """The cases of a kernel that adds, norms and multiplies, with the weights of one layer after the other.
+
+    references: by the other kernels that they run. update: from the stream and the kernel's other results to the next
+    update. rest: what the kernel takes after the matrix, for a number of positions.
+    """
+    norm = model.layers[0].ffn_norm
+    name = kernel.__name__.rpartition(".")[2]
+    for (length, label, calls), (beside, reference) in product(PASSES[:2], references.items()):
+        shape = (1, length, model.args.dim)
+        inputs = (_random(model, shape, 7), _random(model, shape, 8), norm.weight)
+        if not kernel.takes(*inputs, weights[0], *rest(length)):
+            continue
+
+        def call(function: Callable[..., Any], *inputs: Any, rest: tuple[Any, ...] = rest(length)) -> list[mx.array]:
+            *stream, index = inputs
+            outputs = function(*stream, norm.eps, weights[index % len(weights)], *rest)
+            return [array for _, array in tree_flatten(outputs)]
+
+        yield Case(
+            name,
+            label + (", beside the kernels apart" if beside else ""),
+            (*inputs, 0),
+            partial(call, kernel.fused),
+            partial(call, reference),
+            lambda inputs, outputs: (outputs[0], update(outputs[0], *outputs[1:-1]), inputs[2], inputs[3] + 1),
+            norm.weight.dtype,
+            ",".join([form, *beside]),
+            calls // 3,
+            rows=Rows.of(length),
+            beside=beside,
+        )
 
 
 def _first_columns(y: mx.array, x: mx.array) -> mx.array:

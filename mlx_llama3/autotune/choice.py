@@ -147,7 +147,10 @@ def choose(
         _log(name, decision)
         return decision
 
-    decisions = {kernel: decide(kernel, trials) for kernel, trials in cases.items()}
+    decisions: dict[str, ByRows] = {}
+    for kernel, trials in cases.items():
+        used = KernelChoice.of(decisions).kernels
+        decisions[kernel] = decide(kernel, [case for case in trials if _counts(case, used)])
     # The whole step has no quantized cache and no long context.
     kernels = replace(KernelChoice.of(decisions).kernels, sdpa_quantized=Rows.NONE, double_buffer=Rows.NONE)
     together = [kernel for kernel in decisions if Rows.ONE in getattr(kernels, kernel)]
@@ -156,6 +159,11 @@ def choose(
         if step.state != "used":
             decisions |= {kernel: _rejected(decisions[kernel], step) for kernel in together}
     return KernelChoice.of(decisions)
+
+
+def _counts(case: Case, used: Kernels) -> bool:
+    """Whether the kernels that the case's reference runs are used at its rows."""
+    return all(case.rows in getattr(used, kernel) for kernel in case.beside)
 
 
 @contextmanager

@@ -38,6 +38,7 @@ class Case:
     twenty small kernels.
     slack: a factor on the tolerance.
     rows: the numbers of rows that the case stands for.
+    beside: other kernels, which the reference runs. The case counts only where they are used.
     queued: also time the building of the graph; each call is queued while the next one is built, as in decoding. One
     call runs first, because the first call compiles.
     """
@@ -54,6 +55,7 @@ class Case:
     slack: float = 1
     queued: bool = False
     rows: Rows = Rows.ONE
+    beside: tuple[str, ...] = ()
 
     @property
     def key(self) -> str:

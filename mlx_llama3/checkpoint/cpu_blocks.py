@@ -18,7 +18,7 @@ from mlx_llama3.model.layers.tiled_linear import (
     tiled_matmul,
     untiled,
 )
-from mlx_llama3.model.residual import Residual
+from mlx_llama3.model.residual import Normed, Residual, plain
 from mlx_llama3.model.transformer import FeedForward, RMSNorm, Transformer
 
 import mlx.core as mx
@@ -47,13 +47,13 @@ class SingleTokenRMSNorm(RMSNorm):
 
     def __init__(self, norm: RMSNorm) -> None:
         nn.Module.__init__(self)
-        self.weight, self.eps = norm.weight, norm.eps
+        self.weight, self.eps, self.reader = norm.weight, norm.eps, norm.reader
         self._eps = mx.array([[[norm.eps]]])
         mx.eval(self._eps)
 
-    def __call__(self, x: mx.array | Residual) -> mx.array:
+    def __call__(self, x: mx.array | Residual) -> mx.array | Normed:
         """`(..., dim)` -> `(..., dim)`."""
-        if isinstance(x, Residual) and not x.fused:
+        if isinstance(x, Residual) and not x.kernels:
             x = x.value
         if not isinstance(x, mx.array) or x.shape[:-1] != (1, 1) or x.dtype != mx.float32:
             return super().__call__(x)
@@ -71,8 +71,9 @@ class TiledFeedForward(FeedForward):
         self.w13, self.w2 = feed_forward.w13, feed_forward.w2
         self._split: _SplitHidden | None = None
 
-    def __call__(self, x: mx.array) -> mx.array:
+    def __call__(self, x: mx.array | Normed) -> mx.array:
         """`(..., dim)` -> `(..., dim)`."""
+        x = plain(x)
         shape = x.shape
         x = x.reshape(1, -1, shape[-1])
         updates = []

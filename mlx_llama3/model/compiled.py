@@ -46,7 +46,7 @@ class CompiledBlock:
     def __init__(self, block: Any) -> None:
         self._block, self._scale = block, block.attention.scale
         self._halves: _Halves | None = None
-        self._residual_halves: dict[tuple[bool, bool], _ResidualHalves] = {}  # by (fused, watched)
+        self._residual_halves: dict[tuple[frozenset[str], bool], _ResidualHalves] = {}  # by (kernels, watched)
 
     def __call__(
         self, x: ResidualStream, start_pos: StartPos, freqs: RopeTables, mask: str | None, cache: KVCache
@@ -62,7 +62,7 @@ class CompiledBlock:
         return self._halves.after(x, cache.attend(q, kv, self._scale, mask))
 
     def _call_residual(self, x: Residual, freqs: RopeTables, mask: str | None, cache: KVCache) -> Residual:
-        variant = x.fused, x.watch is not None
+        variant = x.kernels, x.watch is not None
         if variant not in self._residual_halves:
             self._residual_halves[variant] = _ResidualHalves(self._block, freqs, *variant)
         halves = self._residual_halves[variant]
@@ -93,10 +93,10 @@ class _ResidualHalves:
     They also return the arguments for `watch`, one tuple an add, because a compiled graph calls no Python.
     """
 
-    def __init__(self, block: Any, freqs: RopeTables, fused: bool, watched: bool) -> None:
+    def __init__(self, block: Any, freqs: RopeTables, kernels: frozenset[str], watched: bool) -> None:
         def opened(parts: list[mx.array]) -> tuple[Residual, list[tuple]]:
             adds: list[tuple] = []
-            return Residual(*parts, fused=fused, watch=(lambda *add: adds.append(add)) if watched else None), adds
+            return Residual(*parts, kernels=kernels, watch=(lambda *add: adds.append(add)) if watched else None), adds
 
         def before(parts: list[mx.array], offset: mx.array) -> tuple:
             x, adds = opened(parts)

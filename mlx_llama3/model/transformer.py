@@ -7,12 +7,12 @@ from mlx_llama3.model.cache.kv_cache import KVCache, check_start
 from mlx_llama3.model.cache.settings import DEFAULT, CacheSettings, make_layers
 from mlx_llama3.model.compiled import CompiledBlocks
 from mlx_llama3.model.config import ModelArgs
-from mlx_llama3.model.kernels import rope_qkv, swiglu_qmv
-from mlx_llama3.model.kernels.kernel_set import REFERENCE, Kernels, Rows
+from mlx_llama3.model.kernels import norm_rope_qkv, norm_swiglu_qmv, rope_qkv, swiglu_qmv
+from mlx_llama3.model.kernels.kernel_set import ADDING, REFERENCE, Kernels, Rows
 from mlx_llama3.model.layers.attention import scaled_dot_product_attention
 from mlx_llama3.model.layers.packed_linear import PackedLinear
 from mlx_llama3.model.layers.rope import Rope, RopeTables, StartPos
-from mlx_llama3.model.residual import Residual, ResidualWatch
+from mlx_llama3.model.residual import Normed, Residual, ResidualWatch, plain
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -24,18 +24,21 @@ def _rows(x: mx.array) -> Rows:
 
 
 class RMSNorm(nn.Module):
-    """`x / rms(x) * weight` over the last axis (arXiv 1910.07467); computed in float32, returned in the dtype of x."""
+    """`x / rms(x) * weight` over the last axis (arXiv 1910.07467); computed in float32, returned in the dtype of x.
 
-    def __init__(self, dim: int, eps: float) -> None:
+    reader: the kernel of the product that reads the norm, if it can compute the norm itself.
+    """
+
+    def __init__(self, dim: int, eps: float, reader: str | None = None) -> None:
         super().__init__()
         self.weight = mx.ones((dim,))
-        self.eps = eps
+        self.eps, self.reader = eps, reader
 
-    def __call__(self, x: mx.array | Residual) -> mx.array:
-        """`(..., dim)` -> `(..., dim)`."""
-        if isinstance(x, Residual):
-            return x.normed(self.weight, self.eps)
-        return mx.fast.rms_norm(x, self.weight, self.eps)
+    def __call__(self, x: mx.array | Residual) -> mx.array | Normed:
+        """`(..., dim)` -> `(..., dim)`; a `Normed` only if `reader` is in use."""
+        if not isinstance(x, Residual):
+            return mx.fast.rms_norm(x, self.weight, self.eps)
+        return Normed(x, self.weight, self.eps) if x.waits_for(self.reader) else x.normed(self.weight, self.eps)
 
 
 class Attention(nn.Module):
@@ -51,7 +54,12 @@ class Attention(nn.Module):
         self.wo = nn.Linear(q_rows, args.dim, bias=False)
 
     def __call__(
-        self, x: mx.array, start_pos: StartPos, freqs: RopeTables, mask: str | None, cache: KVCache | None = None
+        self,
+        x: mx.array | Normed,
+        start_pos: StartPos,
+        freqs: RopeTables,
+        mask: str | None,
+        cache: KVCache | None = None,
     ) -> mx.array:
         """The normed stream `(B, S, dim)` -> the update `(B, S, dim)`; its keys and values are appended to `cache`."""
         q, kv = self.project(x, start_pos, freqs)
@@ -61,11 +69,15 @@ class Attention(nn.Module):
             out = cache.attend(q, kv, self.scale, mask)
         return self.join(out)
 
-    def project(self, x: mx.array, start_pos: StartPos, freqs: RopeTables) -> tuple[mx.array, mx.array]:
+    def project(self, x: mx.array | Normed, start_pos: StartPos, freqs: RopeTables) -> tuple[mx.array, mx.array]:
         """The normed stream `(B, S, dim)` -> queries `(B, n_heads, S, head_dim)` and, in one array, keys and values
         `(2, B, n_kv_heads, S, head_dim)`. RoPE is applied to queries and keys."""
+        heads = self.n_heads, self.n_kv_heads, start_pos, freqs
+        if isinstance(x, Normed) and x.suits(norm_rope_qkv, self.wqkv, *heads):
+            return x.read_by(norm_rope_qkv, self.wqkv, *heads)
+        x = plain(x)
         rotate = rope_qkv.fused if _rows(x) in self.fused else rope_qkv.reference
-        return rotate(self.wqkv.packed(x), self.n_heads, self.n_kv_heads, start_pos, freqs)
+        return rotate(self.wqkv.packed(x), *heads)
 
     def join(self, heads: mx.array) -> mx.array:
         """The outputs of the heads `(B, n_heads, S, head_dim)` -> the update `(B, S, dim)`."""
@@ -84,8 +96,11 @@ class FeedForward(nn.Module):
         self.w2 = nn.Linear(args.hidden_dim, args.dim, bias=False)
         self.fused = Rows.NONE  # `Transformer.use` sets it
 
-    def __call__(self, x: mx.array) -> mx.array:
+    def __call__(self, x: mx.array | Normed) -> mx.array:
         """The normed stream `(B, S, dim)` -> the update `(B, S, dim)`."""
+        if isinstance(x, Normed) and x.suits(norm_swiglu_qmv, self.w13):
+            return self.w2(x.read_by(norm_swiglu_qmv, self.w13))
+        x = plain(x)
         swiglu = swiglu_qmv.fused if _rows(x) in self.fused else swiglu_qmv.reference
         return self.w2(swiglu(self.w13, x))  # swiglu: (B, S, hidden_dim)
 
@@ -97,8 +112,8 @@ class TransformerBlock(nn.Module):
         super().__init__()
         self.attention = Attention(args)
         self.feed_forward = FeedForward(args)
-        self.attention_norm = RMSNorm(args.dim, args.norm_eps)
-        self.ffn_norm = RMSNorm(args.dim, args.norm_eps)
+        self.attention_norm = RMSNorm(args.dim, args.norm_eps, reader="norm_rope_qkv")
+        self.ffn_norm = RMSNorm(args.dim, args.norm_eps, reader="norm_swiglu_qmv")
 
     def __call__(
         self,
@@ -160,8 +175,8 @@ class Transformer(nn.Module):
     def residual(self, tokens: mx.array, start_pos: int = 0, cache: list[KVCache] | None = None) -> mx.array | Residual:
         """The residual stream after the last block, `(B, S, dim)`; arguments as in `__call__`.
 
-        It is a `Residual`, whose last add waits for the final norm, if `add_rms_norm` is fused or `watch` is set;
-        `plain` makes it an array.
+        It is a `Residual`, whose last add waits for the final norm, if a kernel does adds or `watch` is set; `plain`
+        makes it an array.
         """
         if tokens.ndim != 2:
             raise ValueError(f"tokens have shape {tokens.shape}, expected (batch, positions)")
@@ -171,9 +186,9 @@ class Transformer(nn.Module):
         freqs = self.rope.frequencies(start_pos, length)
         mask = "causal" if length > 1 else None
         x = self.tok_embeddings(tokens)
-        fused = Rows.of(tokens.size) in self.kernels.add_rms_norm
-        if fused or self.watch is not None:
-            x = Residual(x, fused=fused, watch=self.watch)
+        kernels = self.kernels.at(tokens.size)
+        if not kernels.isdisjoint(ADDING) or self.watch is not None:
+            x = Residual(x, kernels=kernels, watch=self.watch)
         decodes = length == 1 and cache is not None
         blocks = self.compiled_blocks.of(self.layers) if self.compiles and decodes else self.layers
         for block, layer_cache in zip(blocks, cache or [None] * len(blocks), strict=True):

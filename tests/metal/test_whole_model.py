@@ -4,6 +4,7 @@ Both as it is, and with compiled blocks. `mx.compile` does nothing here, so that
 the CPU too: the Python of the block's halves runs for every token.
 """
 
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -14,7 +15,7 @@ from mlx_llama3.model.cache.double_buffered import DoubleBufferedKVCache
 from mlx_llama3.model.cache.quantized import QuantizedKVCache
 from mlx_llama3.model.cache.settings import CacheSettings
 from mlx_llama3.model.hooks.norms import NormCapture
-from mlx_llama3.model.kernels.kernel_set import FUSED, REFERENCE
+from mlx_llama3.model.kernels.kernel_set import FUSED, REFERENCE, Rows
 from mlx_llama3.model.layers import tiled_linear
 from mlx_llama3.tokenizer.tokenizer import load_tokenizer
 from tests.metal_harness.emulator import emulated
@@ -22,6 +23,7 @@ from tests.metal_harness.emulator import emulated
 import mlx.core as mx
 
 TOKENS = 12
+APART = replace(FUSED, norm_rope_qkv=Rows.NONE, norm_swiglu_qmv=Rows.NONE)
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +43,8 @@ def compiles(request, model, monkeypatch):
     return request.param
 
 
-def halves_in_use(model) -> set[tuple[bool, bool]]:
-    """The variants of compiled halves that the blocks made, each (fused, watched)."""
+def halves_in_use(model) -> set[tuple[frozenset[str], bool]]:
+    """The variants of compiled halves that the blocks made, each (kernels, watched)."""
     blocks = model.compiled_blocks.of(model.layers) if model.compiles else []
     return {variant for block in blocks for variant in block._residual_halves}
 
@@ -67,30 +69,41 @@ def greedy(model, prompt: list[int], settings: CacheSettings) -> tuple[list[int]
 
 # Tolerance for float32 logits of about 20. A number halfway between two quantization steps may be packed as either.
 @pytest.mark.parametrize(
-    ("compiles", "kv_bits", "tolerance"),
-    [(False, None, 5e-4), (False, 4, 1e-2), (True, 4, 1e-2)],
+    ("compiles", "kernels", "kv_bits", "tolerance"),
+    [(False, FUSED, None, 5e-4), (False, APART, None, 5e-4), (False, FUSED, 4, 1e-2), (True, FUSED, 4, 1e-2)],
     indirect=["compiles"],
+    ids=["plain", "apart", "quantized cache", "compiled"],
 )
-def test_the_same_tokens_with_and_without_kernels(model, demo_folder, compiles, small_blocks, kv_bits, tolerance):
+def test_the_same_tokens_with_and_without_kernels(
+    model, demo_folder, compiles, small_blocks, kernels, kv_bits, tolerance
+):
     settings = CacheSettings(kv_bits=kv_bits)
     prompt = load_tokenizer(demo_folder).encode("The capital of France is", bos=False)
     model.use(REFERENCE)
     wanted, wanted_logits = greedy(model, prompt, settings)
-    model.use(FUSED)
+    model.use(kernels)
     assert isinstance(model.make_cache(settings)[0], DoubleBufferedKVCache if kv_bits is None else QuantizedKVCache)
     with emulated() as emulation:
         tokens, logits = greedy(model, prompt, settings)
-        assert halves_in_use(model) == ({(True, False)} if compiles else set())
+        assert halves_in_use(model) == ({(kernels.at(1), False)} if compiles else set())
     assert tokens == wanted
     assert not emulation.copied  # inputs of all kernels lie in memory as they read them
     largest = max(mx.abs(a - b).max().item() for a, b in zip(logits, wanted_logits, strict=True))
     assert largest <= tolerance
-    layers = len(model.layers)
-    assert emulation.called("llama3_rope_qkv") == layers * TOKENS
-    assert emulation.called("llama3_add_rms_norm") == 2 * layers * TOKENS
-    # The prompt has more positions than this kernel takes, so its reference runs for the prompt.
-    assert emulation.called("llama3_swiglu_qmv") == layers * (TOKENS - 1)
-    assert emulation.called("llama3_sdpa_quantized") == (0 if kv_bits is None else layers * TOKENS)
+    # The prompt has more positions than the products take.
+    layers, decoded = len(model.layers), TOKENS - 1
+    expected = {
+        "rope_qkv": layers + decoded,  # of the first layer, whose norm has no add before it
+        "add_rms_norm": 2 * layers + decoded,  # the last norm
+        "norm_rope_qkv": (layers - 1) * decoded,
+        "swiglu_qmv": 0,
+        "norm_swiglu_qmv": layers * decoded,
+        "sdpa_quantized": 0 if kv_bits is None else layers * TOKENS,
+    }
+    if kernels == APART:
+        expected |= {"rope_qkv": layers * TOKENS, "add_rms_norm": 2 * layers * TOKENS, "swiglu_qmv": layers * decoded}
+        expected |= {"norm_rope_qkv": 0, "norm_swiglu_qmv": 0}
+    assert {name: emulation.called(f"llama3_{name}") for name in expected} == expected
 
 
 def test_live_norms_come_from_the_kernels(model, demo_folder, compiles):
@@ -101,14 +114,17 @@ def test_live_norms_come_from_the_kernels(model, demo_folder, compiles):
     model.use(FUSED)
     with emulated() as emulation:
         norms, logits = with_norms(model, ids)
-        assert halves_in_use(model) == ({(True, True)} if compiles else set())
+        assert halves_in_use(model) == ({(FUSED.at(1), True)} if compiles else set())
         cache = model.make_cache()
         mx.eval(model(mx.array([ids[:-2]]), 0, cache))
         plain = [model(mx.array([[token]]), cache[0].offset, cache) for token in ids[-2:]]
         assert all(mx.array_equal(a, b).item() for a, b in zip(logits, plain, strict=True))
     assert norms.shape == (5, len(model.layers), len(ids))
     np.testing.assert_allclose(norms, wanted, rtol=1e-4)
-    assert emulation.called("llama3_add_rms_norm") == 2 * 2 * len(model.layers) * 3
+    layers = len(model.layers)
+    assert emulation.called("llama3_add_rms_norm") == 2 * 3  # twice three passes, of which each has a last norm
+    assert emulation.called("llama3_norm_rope_qkv") == 2 * 3 * (layers - 1)
+    assert emulation.called("llama3_norm_swiglu_qmv") == 2 * 3 * layers
 
 
 def with_norms(model, ids: list[int]) -> tuple[np.ndarray, list[mx.array]]:

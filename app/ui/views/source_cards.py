@@ -75,13 +75,13 @@ class SourceFile:
         return self._lines(nodes[:1], f"{owner}.{method} calls self.{attribute}")
 
     def argument(self, owner: str, method: str, attribute: str) -> list[SourceLine]:
-        """The first argument of the call of `self.<attribute>` in a method."""
+        """The first argument of the last call of `self.<attribute>` in a method."""
         nodes = [
             node.args[0]
             for node in self._nodes(owner, method)
             if isinstance(node, ast.Call) and ast.unparse(node.func) == f"self.{attribute}"
         ]
-        return self._lines(nodes[:1], f"{owner}.{method} passes an argument to self.{attribute}")
+        return self._lines(nodes[-1:], f"{owner}.{method} passes an argument to self.{attribute}")
 
     def returned(self, owner: str, method: str) -> list[SourceLine]:
         """The return statements of a method."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from mlx_llama3.model.kernels.kernel_set import Rows
+from mlx_llama3.model.kernels.kernel_set import ADDING, Rows
 from mlx_llama3.model.residual import Residual
 from mlx_llama3.model.transformer import Transformer, TransformerBlock
 
@@ -47,8 +47,8 @@ def tapped(model: Transformer, hook: Hook, *, names: tuple[str, ...] = NAMES, la
     """
     chosen = range(len(model.layers)) if layers is None else set(layers)
     copied = copy.copy(model)
-    # Hooks get the stream as an array, so the add and the norm cannot be fused.
-    copied.kernels = replace(model.kernels, add_rms_norm=Rows.NONE)
+    # Hooks get the stream as an array, so no kernel can do its adds.
+    copied.kernels = replace(model.kernels, **dict.fromkeys(ADDING, Rows.NONE))
     copied.layers = [
         _tap_block(block, i, hook, names) if i in chosen else block for i, block in enumerate(model.layers)
     ]

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, fields
 from enum import Flag, auto
+from functools import cache
 
 MOST_FEW = 8
 
@@ -43,9 +44,23 @@ class Kernels:
     rope_qkv: Rows = Rows.NONE
     swiglu_qmv: Rows = Rows.NONE
     sdpa_quantized: Rows = Rows.NONE
+    norm_rope_qkv: Rows = Rows.NONE
+    norm_swiglu_qmv: Rows = Rows.NONE
     double_buffer: Rows = Rows.NONE
+
+    def at(self, count: int) -> frozenset[str]:
+        """The names of the kernels that run in a pass of `count` rows."""
+        return _at(self, Rows.of(count))
+
+
+@cache
+def _at(kernels: Kernels, rows: Rows) -> frozenset[str]:
+    return frozenset(name for name in NAMES if rows in getattr(kernels, name))
 
 
 NAMES = tuple(field.name for field in fields(Kernels))
 REFERENCE = Kernels()
 FUSED = Kernels(**dict.fromkeys(NAMES, Rows.ALL))
+
+# Those that do a residual add, and so need a stream whose add waits for them (`model/residual.py`).
+ADDING = ("add_rms_norm", "norm_rope_qkv", "norm_swiglu_qmv")

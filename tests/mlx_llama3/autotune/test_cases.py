@@ -9,19 +9,21 @@ import pytest
 from stand_in_device import StandIn
 from tiny_models import quantized, random_weights, tiny_args, write_folder
 
+from mlx_llama3.autotune import cases as kernel_cases
 from mlx_llama3.autotune.cases import model_cases
 from mlx_llama3.autotune.choice import NAMES, choose
 from mlx_llama3.autotune.decisions import DecisionFile
 from mlx_llama3.autotune.trial import Timing, difference, try_kernel
 from mlx_llama3.autotune.whole_step import CONTEXT, step_case
 from mlx_llama3.checkpoint import loading
-from mlx_llama3.model.kernels import rope_qkv
+from mlx_llama3.model.kernels import norm_rope_qkv, norm_swiglu_qmv, rope_qkv
 from mlx_llama3.model.kernels.kernel_set import FUSED, REFERENCE, Rows
 from mlx_llama3.model.transformer import Transformer
 from tests.metal_harness.emulator import emulated
 from tests.metal_harness.host import unsupported
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 
 METAL = tuple(name for name in NAMES if name != "double_buffer")  # the kernels; a cache runs everywhere
 WHY_NOT = unsupported(sys.platform, platform.machine())
@@ -56,6 +58,10 @@ def test_cases_are_the_models_own(model) -> None:
     assert "swiglu_qmv(float32[1,1,128])4bit/32affineuint32[512,16]" in keys
     assert "swiglu_qmv(float32[1,3,128])8bit/32affineuint32[512,32]" in keys
     assert "sdpa_quantized(float32[1,4,3,64],float32[2,1,2,168,64],uint32[1,2,1900,27])" in keys
+    norm = "norm_swiglu_qmv(float32[1,1,128],float32[1,1,128],float32[128])4bit/32affineuint32[512,16]"
+    assert norm in keys and f"{norm},add_rms_norm,swiglu_qmv" in keys
+    norm = "norm_rope_qkv(float32[1,3,128],float32[1,3,128],float32[128])4bit/32affineuint32[512,16]"
+    assert norm in keys and f"{norm},add_rms_norm,rope_qkv" in keys
     # The kernel does not support prompts, so there are no cases for them.
     assert {case.inputs[0].shape[1] for case in cases["swiglu_qmv"]} == {1, 3}
     assert {case.inputs[0].shape[1] for case in cases["add_rms_norm"]} == {1, 3, 257}
@@ -64,6 +70,8 @@ def test_cases_are_the_models_own(model) -> None:
 def test_calls_in_a_row_keep_their_shapes(model) -> None:
     for kernel, cases in model_cases(model).items():
         for case in cases:
+            if case.beside:  # their references run kernels
+                continue
             inputs = case.inputs
             for _ in range(3):
                 inputs = case.next_inputs(inputs, case.reference(*inputs))
@@ -78,6 +86,23 @@ def test_calls_in_a_row_take_the_weights_of_one_layer_after_the_other(model) -> 
     for index, (gate, up) in enumerate((first, second, first)):
         assert mx.allclose(case.reference(x, index)[0], gate * mx.sigmoid(gate) * up, atol=1e-6).item()
     assert case.next_inputs(case.inputs, case.reference(*case.inputs))[1] == 1
+
+
+def test_products_with_the_norm_take_the_weights_of_one_layer_after_the_other(model) -> None:
+    for kernel, reference in (("norm_swiglu_qmv", norm_swiglu_qmv), ("norm_rope_qkv", norm_rope_qkv)):
+        case = model_cases(model)[kernel][0]
+        stream = case.inputs[:3]
+        for index, layer in enumerate(model.layers[:2]):
+            matrix, rest = layer.feed_forward.w13, ()
+            if kernel == "norm_rope_qkv":
+                matrix = layer.attention.wqkv
+                freqs = model.rope.frequencies(kernel_cases.CONTEXT, 1, table=False)
+                rest = (ARGS.n_heads, ARGS.n_kv_heads, kernel_cases.CONTEXT, freqs)
+            expected = reference.reference(*stream, ARGS.norm_eps, matrix, *rest)
+            expected = [array for _, array in tree_flatten(expected)]
+            for output, wanted in zip(case.reference(*stream, index), expected, strict=True):
+                assert mx.allclose(output, wanted, atol=1e-5).item()
+        assert case.next_inputs(case.inputs, case.reference(*case.inputs))[3] == 1
 
 
 def test_unsupported_shapes_are_no_case(tmp_path) -> None:
@@ -147,7 +172,8 @@ def test_shipped_kernels_pass_their_trials_on_emulated_metal(model) -> None:
 def test_shipped_kernels_pass_together_on_emulated_metal(model) -> None:
     with emulated() as emulation:
         assert difference(step_case(model, replace(FUSED, sdpa_quantized=Rows.NONE)), StandIn()) is None
-    assert all(emulation.called(f"llama3_{kernel}") for kernel in METAL if kernel != "sdpa_quantized")
+    used = [kernel for kernel in METAL if kernel not in ("sdpa_quantized", "swiglu_qmv")]  # one does it with the norm
+    assert all(emulation.called(f"llama3_{kernel}") for kernel in used)
     model.use(REFERENCE)
 
 

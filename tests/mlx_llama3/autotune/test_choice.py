@@ -136,6 +136,21 @@ def test_a_kernel_that_is_wrong_at_some_rows_is_used_at_none(tmp_path) -> None:
     assert only(chosen.decisions["swiglu_qmv"]).reason.startswith("FEW: output 0 differs")
 
 
+def test_a_kernel_is_compared_with_the_kernels_whose_work_it_does_where_these_are_used(tmp_path) -> None:
+    """It is faster than plain operations, and slower than two kernels; one of these is used at one row only."""
+    device = StandIn()
+    norm = cases_by_rows(device, "norm_swiglu_qmv", ONE=0.9e-5, FEW=0.9e-5)
+    beside = cases_by_rows(device, "norm_swiglu_qmv", ONE=2e-5, FEW=2e-5)
+    cases = {
+        "add_rms_norm": cases_by_rows(device, "add_rms_norm", ONE=0.5e-5, FEW=0.5e-5),
+        "swiglu_qmv": cases_by_rows(device, "swiglu_qmv", ONE=0.5e-5, FEW=2e-5),
+        "norm_swiglu_qmv": [*norm, *(replace(case, beside=("add_rms_norm", "swiglu_qmv")) for case in beside)],
+    }
+    chosen = choose(cases, DecisionFile(tmp_path / "k.json"), "M9", device=device)
+    assert chosen.kernels.swiglu_qmv == Rows.ONE
+    assert chosen.kernels.norm_swiglu_qmv == Rows.FEW
+
+
 @pytest.mark.parametrize(("fault", "left"), [("slower", Rows.FEW), ("failed", Rows.NONE)])
 def test_the_whole_step_decides_for_one_row_and_a_wrong_one_for_all(tmp_path, fault, left) -> None:
     device = StandIn()

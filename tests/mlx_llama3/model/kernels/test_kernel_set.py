@@ -4,7 +4,14 @@ import pytest
 from tiny_models import tiny_args
 
 from mlx_llama3.model.cache.settings import CacheSettings
-from mlx_llama3.model.kernels import add_rms_norm, rope_qkv, sdpa_quantized, swiglu_qmv
+from mlx_llama3.model.kernels import (
+    add_rms_norm,
+    norm_rope_qkv,
+    norm_swiglu_qmv,
+    rope_qkv,
+    sdpa_quantized,
+    swiglu_qmv,
+)
 from mlx_llama3.model.kernels.kernel_set import FUSED, NAMES, REFERENCE, Kernels, Rows
 from mlx_llama3.model.transformer import Transformer
 
@@ -15,6 +22,8 @@ FILES = {
     "rope_qkv": rope_qkv,
     "swiglu_qmv": swiglu_qmv,
     "sdpa_quantized": sdpa_quantized,
+    "norm_rope_qkv": norm_rope_qkv,
+    "norm_swiglu_qmv": norm_swiglu_qmv,
 }
 
 
@@ -26,6 +35,8 @@ def test_the_numbers_of_rows():
 
 
 def test_all_kernels_and_none():
+    assert FUSED.at(3) == set(NAMES) and REFERENCE.at(3) == set()
+    assert Kernels(rope_qkv=Rows.FEW | Rows.ONE, swiglu_qmv=Rows.ONE).at(2) == {"rope_qkv"}
     assert all(getattr(FUSED, name) == Rows.ALL and getattr(REFERENCE, name) == Rows.NONE for name in NAMES)
 
 
@@ -40,7 +51,8 @@ def test_a_kernel_runs_at_its_rows_alone(monkeypatch, name, rows):
         return FILES[name].reference(*args)
 
     monkeypatch.setattr(FILES[name], "fused", fused)
-    model = Transformer(tiny_args(dim=64, n_layers=1, head_dim=64))
+    monkeypatch.setattr(FILES[name], "takes", lambda *_: True)  # the model's matrices are dense
+    model = Transformer(tiny_args(dim=64, n_layers=2, head_dim=64))
     model.use(Kernels(**{name: rows}))
     for passing in ((1, 1), (1, 3), (3, 3), (1, 9)):
         cache = model.make_cache(CacheSettings(kv_bits=8)) if name == "sdpa_quantized" else None
