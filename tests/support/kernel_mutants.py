@@ -88,22 +88,30 @@ def plant(path: Path, text: str) -> None:
 
 
 def result_of(index: int, mutant: Mutant, cache: Path) -> str:
-    """Run the tests in a process of their own: "killed", "lives", "equivalent" or "does not apply"."""
-    if mutant.planted() is None:
-        result = "does not apply"
-    else:
-        command = [sys.executable, __file__, "--planted", str(index)]
-        environment = {**os.environ, "METAL_ON_CPU_CACHE": str(cache), "PYTHONDONTWRITEBYTECODE": "1"}
-        try:
-            done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS)
-            result = "killed" if done.returncode else "equivalent" if mutant.equivalent else "lives"
-        except subprocess.TimeoutExpired:
-            result = "killed"
-    if result in ("lives", "does not apply"):
+    """Run the tests in a process of their own, and print what is not as expected.
+
+    Returns "killed", "lives", "equivalent", "does not apply", or "does not run" if the tests cannot be imported.
+    """
+    result = "does not apply" if mutant.planted() is None else verdict(index, cache)
+    if result == "lives" and mutant.equivalent:
+        return "equivalent"
+    if result != "killed" or mutant.equivalent:
         print(f"{result}: {mutant}", flush=True)
-    elif result == "killed" and mutant.equivalent:
-        print(f"killed, though said to be equivalent: {mutant}", flush=True)
     return result
+
+
+def verdict(index: int, cache: Path) -> str:
+    """What the tests say about a mutant: "killed", "lives" or "does not run"."""
+    command = [sys.executable, __file__, "--planted", str(index)]
+    environment = {**os.environ, "METAL_ON_CPU_CACHE": str(cache), "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        return "killed"
+    if done.returncode > 1:  # less than 0: the process has crashed
+        print(done.stdout[-2000:], flush=True)
+        return "does not run"
+    return "killed" if done.returncode else "lives"
 
 
 def run_tests(index: int) -> int:
