@@ -51,8 +51,20 @@ class LoRAUpdate:
     shape: tuple[int, ...] = ()
 
 
-def read_adapter(folder: Path) -> dict[str, LoRAUpdate]:
-    """Read the updates by module (Hugging Face name without `.weight`). Only headers are read.
+@dataclass(frozen=True)
+class Adapter:
+    """The updates by module (Hugging Face name without `.weight`), and the file that holds them.
+
+    `keeps_ties`: an update of the embedding changes the head that is tied to it too.
+    """
+
+    updates: Mapping[str, LoRAUpdate]
+    file: Path
+    keeps_ties: bool
+
+
+def read_adapter(folder: Path) -> Adapter:
+    """Read an adapter's updates. Only headers are read.
 
     `folder` must hold adapter_config.json and PEFT's `adapter_model.safetensors` (or `.bin`) or mlx-lm's
     `adapters.safetensors`. Raises `UserError` if it does not, and for adapters that cannot be fused exactly.
@@ -62,11 +74,11 @@ def read_adapter(folder: Path) -> dict[str, LoRAUpdate]:
     peft = next(filter(Path.exists, candidates), None)
     if peft is not None:
         stored = read_pth(peft) if peft.suffix == ".bin" else read_safetensors(peft)[0]
-        return _read_peft(config, stored, peft)
+        return Adapter(_read_peft(config, stored, peft), peft, bool(config.get("ensure_weight_tying")))
     path = folder / "adapters.safetensors"
     if not path.exists():
         raise UserError(f"{folder}: no adapter_model.safetensors (PEFT) and no adapters.safetensors (mlx-lm)")
-    return _read_mlx(config, read_safetensors(path)[0], path)
+    return Adapter(_read_mlx(config, read_safetensors(path)[0], path), path, keeps_ties=True)
 
 
 def _read_peft(config: Mapping[str, Any], stored: Mapping[str, StoredTensor], path: Path) -> dict[str, LoRAUpdate]:

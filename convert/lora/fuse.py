@@ -4,7 +4,8 @@ import dataclasses
 from functools import partial
 from pathlib import Path
 
-from convert.lora.adapter import LoRAUpdate, read_adapter
+from convert.lora.adapter import Adapter, LoRAUpdate, read_adapter
+from convert.lora.tied_head import EMBEDDING, HEAD, separate_head, with_vocabulary_of, without_copies
 from convert.sources.source import QuantizedRows, Source, SourceTensor
 from convert.storage.stored_tensor import to_mlx
 from mlx_llama3.errors import UserError
@@ -15,15 +16,18 @@ import mlx.core as mx
 def with_adapter(source: Source, folder: Path) -> Source:
     """Return the source with the adapter in `folder` (PEFT's or mlx-lm's) fused into its tensors.
 
-    Updates are added in float32. Matrices that are quantized in the source are quantized again in the same format.
+    Updates are added in float32. Matrices that are quantized in the source are quantized again in the same format. A
+    tied model gets a head of its own if the adapter changes embedding and head differently.
     Raises `UserError` if the adapter is of a kind that cannot be fused, or updates modules or shapes that the model
     does not have.
     """
-    updates = read_adapter(folder)
-    if not updates:
+    adapter = read_adapter(folder)
+    if not adapter.updates:
         raise UserError(f"{folder}: the adapter changes nothing; is it the right folder?")
-    tensors = dict(source.tensors)
-    for module, update in updates.items():
+    adapter = without_copies(adapter) if source.args.tie_word_embeddings else adapter
+    model = with_vocabulary_of(adapter, separate_head(source, adapter), folder)
+    tensors = dict(model.tensors)
+    for module, update in adapter.updates.items():
         name = f"{module}.weight"
         tensor = tensors.get(name)
         if tensor is None:
@@ -34,18 +38,28 @@ def with_adapter(source: Source, folder: Path) -> Source:
                 f"{folder}: the adapter's update of {name} is {update.shape}, the model has {tensor.shape}; "
                 "it belongs to another model"
             )
-        tensors[name] = _fused(tensor, update, folder)
-    note = f"the adapter {folder.name} is fused into {len(updates)} tensors"
-    return dataclasses.replace(
-        source, kind=f"{source.kind}, with an adapter", tensors=tensors, notes=[*source.notes, note]
-    )
+        resized = model.args.vocab_size != source.args.vocab_size and module in (EMBEDDING, HEAD)
+        tensors[name] = _fused(tensor, update, folder, base=None if resized else tensor)
+    notes = [*source.notes, *_notes(source, model, adapter, folder)]
+    files = [*source.files, folder / "adapter_config.json", adapter.file]
+    kind = f"{source.kind}, with an adapter"
+    return dataclasses.replace(model, kind=kind, tensors=tensors, notes=notes, files=files)
 
 
-def _fused(tensor: SourceTensor, update: LoRAUpdate, folder: Path) -> SourceTensor:
+def _notes(source: Source, model: Source, adapter: Adapter, folder: Path) -> list[str]:
+    notes = [f"the adapter {folder.name} is fused into {len(adapter.updates)} tensors"]
+    if model.args.tie_word_embeddings != source.args.tie_word_embeddings:
+        notes.append("the head is stored by itself: the adapter changes it otherwise than the embedding it was tied to")
+    if model.args.vocab_size != source.args.vocab_size:
+        notes.append(f"the vocabulary is the adapter's: {model.args.vocab_size} instead of {source.args.vocab_size}")
+    return notes
+
+
+def _fused(tensor: SourceTensor, update: LoRAUpdate, folder: Path, base: SourceTensor | None) -> SourceTensor:
     rows = partial(_rows, tensor, update)
     packed = partial(_packed, tensor, rows) if tensor.quantized_rows else None
     origin = f"{tensor.origin} with {folder.name}"
-    return dataclasses.replace(tensor, rows=rows, quantized_rows=packed, origin=origin, base=tensor)
+    return dataclasses.replace(tensor, rows=rows, quantized_rows=packed, origin=origin, base=base)
 
 
 def _rows(tensor: SourceTensor, update: LoRAUpdate, start: int, stop: int) -> mx.array:

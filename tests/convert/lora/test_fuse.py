@@ -6,7 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny_models import ARGS, quantized, random_weights, tiny_args, write_folder
+from tiny_adapters import mlx_adapter, peft_folder
+from tiny_models import ARGS, quantized, random_weights, write_folder
 from torch_zip import write_pth
 
 from convert.conversion.recipe import make_recipe
@@ -14,9 +15,6 @@ from convert.conversion.to_mlx import convert
 from mlx_llama3.errors import UserError
 
 import mlx.core as mx
-from mlx.utils import tree_flatten, tree_unflatten
-from mlx_lm.tuner.utils import linear_to_lora_layers
-from mlx_lm.utils import load_model as peer_load_model
 
 PEFT = Path(__file__).parents[2] / "data" / "peft"
 WEIGHTS = random_weights(ARGS)
@@ -50,30 +48,6 @@ def test_adapter_as_a_torch_file(tmp_path):
     convert(PEFT / "base", tmp_path / "b", adapter=PEFT / "lora", dtype="float32", progress=False)
     one, other = load(tmp_path / "a"), load(tmp_path / "b")
     assert all(mx.array_equal(one[key], other[key]).item() for key in one)
-
-
-def mlx_adapter(
-    folder: Path, adapter: Path, *, dora: bool = False, keys: list[str], seed: int = 0
-) -> dict[str, mx.array]:
-    """Give mlx-lm's own layers random low-rank weights, save them as it does, and return what it fuses."""
-    mx.random.seed(seed)
-    model, _ = peer_load_model(folder)
-    parameters = {"rank": 4, "scale": 1.5, "dropout": 0.0, "keys": keys}
-    linear_to_lora_layers(model, 2, parameters, use_dora=dora)
-    trained = {}
-    for name, array in tree_flatten(model.parameters()):
-        if name.rsplit(".", 1)[-1] in ("lora_a", "lora_b"):
-            trained[name] = mx.random.normal(array.shape) * 0.1
-        elif name.endswith(".m"):
-            trained[name] = array * 1.25
-    model.update(tree_unflatten(list(trained.items())))
-    adapter.mkdir()
-    mx.save_safetensors(str(adapter / "adapters.safetensors"), trained)
-    config = {"fine_tune_type": "dora" if dora else "lora", "num_layers": 2, "lora_parameters": parameters}
-    (adapter / "adapter_config.json").write_text(json.dumps(config))
-    fused = [(name, module.fuse()) for name, module in model.named_modules() if hasattr(module, "fuse")]
-    model.update_modules(tree_unflatten(fused))
-    return dict(tree_flatten(model.parameters()))
 
 
 KEYS = ["self_attn.q_proj", "mlp.down_proj", "lm_head", "model.embed_tokens"]
@@ -130,14 +104,6 @@ def test_full_finetune_of_mlx_lm(tmp_path):
         assert mx.array_equal(array, new.get(name, WEIGHTS[name])).item()
 
 
-def peft_folder(tmp_path, tensors: dict[str, mx.array], **config) -> Path:
-    (tmp_path / "adapter").mkdir()
-    mx.save_safetensors(str(tmp_path / "adapter" / "adapter_model.safetensors"), tensors)
-    settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 8} | config
-    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(settings))
-    return tmp_path / "adapter"
-
-
 def pair(module: str = LAYER, rows: int = 64, columns: int = 64, rank: int = 4) -> dict[str, mx.array]:
     prefix = f"base_model.model.{module}"
     return {f"{prefix}.lora_A.weight": mx.ones((rank, columns)), f"{prefix}.lora_B.weight": mx.ones((rows, rank))}
@@ -174,14 +140,6 @@ def test_adapters_that_do_not_fit(tmp_path, tensors, config, named):
     with pytest.raises(UserError) as error:
         convert(folder, tmp_path / "out", adapter=peft_folder(tmp_path, tensors, **config), progress=False)
     assert named in str(error.value) and "\n" not in str(error.value) and not (tmp_path / "out").exists()
-
-
-def test_head_of_a_tied_model(tmp_path):
-    args = tiny_args(tie_word_embeddings=True)
-    folder = write_folder(tmp_path / "base", args, random_weights(args))
-    adapter = peft_folder(tmp_path, pair("lm_head", rows=320))
-    with pytest.raises(UserError, match="which the model does not have; the head is tied to the embedding"):
-        convert(folder, tmp_path / "out", adapter=adapter, progress=False)
 
 
 def test_folder_without_an_adapter(tmp_path):
