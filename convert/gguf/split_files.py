@@ -1,13 +1,24 @@
-"""GGUF models in one file, or split into parts `NAME-00001-of-00003.gguf`."""
+"""GGUF models in one file, or split into parts `NAME-00001-of-00003.gguf`; which files of a folder are models."""
 
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from convert.gguf.reader import GGUFError, GGUFHeader, GGUFTensor, read_header
+from convert.gguf.reader import MAGIC, GGUFError, GGUFHeader, GGUFTensor, read_header
+from mlx_llama3.system.files import read_bytes
 
-PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<suffix>\.gguf)", re.IGNORECASE)
+
+
+def is_model_name(name: str) -> bool:
+    """Whether a file's name is that of a GGUF model: no image encoder or importance matrix, and no `._` of a Mac's."""
+    return name.lower().endswith(".gguf") and not name.lower().startswith((".", "mmproj", "imatrix"))
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a file is GGUF, by its name or its first bytes: Ollama calls it `sha256-` and 64 digits."""
+    return path.suffix.lower() == ".gguf" or read_bytes(path, len(MAGIC)) == MAGIC
 
 
 @dataclass(frozen=True)
@@ -43,7 +54,7 @@ def read_gguf(path: Path) -> GGUFModel:
 def _choose(path: Path) -> Path:
     if not path.is_dir():
         return path
-    files = sorted(path.glob("*.gguf"))
+    files = sorted(file for file in path.iterdir() if is_model_name(file.name))
     models = {match["stem"] if (match := PART.fullmatch(file.name)) else file.name: file for file in files}
     if not models:
         raise GGUFError(f"{path}: no .gguf file in this folder")
@@ -59,7 +70,9 @@ def _parts(path: Path) -> tuple[Path, ...]:
     count = int(match["count"])
     if not 1 <= int(match["number"]) <= count:
         raise GGUFError(f"{path}: part {int(match['number'])} of {count} cannot be; rename the file")
-    parts = tuple(path.with_name(f"{match['stem']}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1))
+    parts = tuple(
+        path.with_name(f"{match['stem']}-{number:05}-of-{count:05}{match['suffix']}") for number in range(1, count + 1)
+    )
     missing = [part.name for part in parts if not part.is_file()]
     if missing:
         raise GGUFError(f"{path.parent}: missing {', '.join(missing)}; download all {count} parts into this folder")

@@ -9,14 +9,15 @@ from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 
-from convert.gguf.split_files import PART
+from convert.gguf.split_files import PART, is_model_name
 from convert.sources.demo_gguf import demo_gguf
 from mlx_llama3.errors import UserError
 from mlx_llama3.system.hub import ALIASES, DEMO, HUB_ID, MODEL_FILE, download, list_files, local_path, resolve
 
 # `org/name/file.gguf`, `org/name/folder/file.gguf`, `org/name/original`; `@revision` follows the repository.
 _IN_REPOSITORY = re.compile(
-    r"(?P<repository>[\w.-]+/[\w.-]+?)(?:@(?P<revision>refs/pr/\d+|[\w.-]+))?/(?P<part>original|.+\.gguf)", re.ASCII
+    r"(?P<repository>[\w.-]+/[\w.-]+?)(?:@(?P<revision>refs/pr/\d+|[\w.-]+))?/(?P<part>original|.+\.(?i:gguf))",
+    re.ASCII,
 )
 _COMPANIONS = ("*.json", "tokenizer.model", "merges.txt", "*.jinja", "LICENSE*", "USE_POLICY*", "NOTICE*")
 # Sets of weights, best first: the file that must be beside them, the pattern of their names, patterns of other files
@@ -74,7 +75,7 @@ def _choose(title: str, names: Sequence[str], part: str | None) -> tuple[list[st
     for place in ("original",) if part else (".", "original"):
         if files := _weights(names, place):
             return [*files, *_matching(names, place, _COMPANIONS)], place
-    models = {_first_part(name) for name in names if name.endswith(".gguf") and not _is_companion(name)}
+    models = {_first_part(name) for name in names if is_model_name(PurePosixPath(name).name)}
     if part or not models:
         missing = "no original/ with Meta's params.json and consolidated files" if part else "no weights that are read"
         raise UserError(f"{title}: holds {missing} (its files: {_listed(names)})")
@@ -107,21 +108,16 @@ def _matching(names: Iterable[str], place: str, patterns: Sequence[str]) -> list
 def _gguf(title: str, names: Sequence[str], wanted: str) -> list[str]:
     """The GGUF file `wanted`, with all other parts if it is split."""
     if wanted not in names:
-        others = [name for name in names if name.endswith(".gguf")]
+        others = [name for name in names if name.lower().endswith(".gguf")]
         raise UserError(f"{title}: has no {wanted} (its GGUF files: {_listed(others)})")
-    return [name for name in names if name.endswith(".gguf") and _first_part(name) == _first_part(wanted)]
+    return [name for name in names if name.lower().endswith(".gguf") and _first_part(name) == _first_part(wanted)]
 
 
 def _first_part(name: str) -> str:
     """The first part of the split GGUF that `name` belongs to; `name` itself if it is not split."""
     path = PurePosixPath(name)
     match = PART.fullmatch(path.name)
-    return str(path.with_name(f"{match['stem']}-00001-of-{match['count']}.gguf")) if match else name
-
-
-def _is_companion(name: str) -> bool:
-    """Whether a GGUF file is no model, but an image encoder or importance matrix beside one."""
-    return PurePosixPath(name).name.startswith(("mmproj", "imatrix"))
+    return str(path.with_name(f"{match['stem']}-00001-of-{match['count']}{match['suffix']}")) if match else name
 
 
 def _listed(names: Iterable[str]) -> str:

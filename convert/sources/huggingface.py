@@ -28,6 +28,7 @@ _KINDS = ((_SAFETENSORS, "model.safetensors.index.json"), (_TORCH, "pytorch_mode
 # Tables that older versions of transformers saved with the weights; they follow from config.json.
 _DERIVED = re.compile(r".*\.(rotary_emb\.inv_freq|masked_bias|attn\.bias)")
 
+_WEIGHTS = (".safetensors", ".bin", ".pth", ".gguf")
 _NO_TOKENIZER = "no tokenizer.json in the source: the new folder runs, but not on text"
 
 
@@ -85,7 +86,7 @@ def _ignored(folder: Path, files: Sequence[Path]) -> list[str]:
     others = sorted(
         path.name
         for path in folder.iterdir()
-        if path not in files and path.suffix in (".safetensors", ".bin", ".pth", ".gguf") and path.is_file()
+        if path not in files and path.suffix in _WEIGHTS and path.name[0] != "." and path.is_file()
     )
     if (folder / "original").is_dir():
         others.append("original/")

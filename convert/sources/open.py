@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
+from convert.gguf.split_files import is_gguf, is_model_name
 from convert.sources.gguf import open_gguf
 from convert.sources.huggingface import open_huggingface, weight_files
 from convert.sources.meta import is_meta_folder, open_meta
@@ -34,7 +35,7 @@ def _recognised(path: Path) -> tuple[Callable[..., Source], Path]:
     if not path.exists():
         raise UserError(f"{path}: no such file or folder")
     if path.is_file():
-        if path.suffix == ".gguf":
+        if is_gguf(path):
             return open_gguf, path
         raise UserError(f"{path}: give the folder that holds it, or a .gguf file")
     if (path / "config.json").exists() and weight_files(path):
@@ -42,7 +43,7 @@ def _recognised(path: Path) -> tuple[Callable[..., Source], Path]:
     for folder in (path, path / "original"):
         if folder.is_dir() and is_meta_folder(folder):
             return open_meta, folder
-    if any(path.glob("*.gguf")):
+    if any(is_model_name(file.name) for file in path.iterdir()):
         return open_gguf, path
     raise UserError(f"{path}: no checkpoint: {_missing(path)}")
 

@@ -5,6 +5,7 @@ Readers (`meta.py`, `huggingface.py`, `gguf.py`) build a `Source`, so the writer
 Hugging Face's.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -92,4 +93,6 @@ class Source:
         path = self.path.absolute()
         path = path.parent if path.name == "original" else path
         repository, commit = cached_repository(path) or ("", "")
-        return repository.split("/")[1] if path.name == commit else path.name.removesuffix(".gguf")
+        return (
+            repository.split("/")[1] if path.name == commit else re.sub(r"\.gguf$", "", path.name, flags=re.IGNORECASE)
+        )

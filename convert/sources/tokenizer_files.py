@@ -74,7 +74,7 @@ def copy_tokenizer_files(source: Path, target: Path) -> list[str]:
 
 def tokenizer_files(folder: Path) -> list[str]:
     """The names of the tokenizer's files in a Hugging Face folder."""
-    templates = sorted(folder.glob(f"{_TEMPLATES}/*.jinja"))
+    templates = sorted(folder.glob(f"{_TEMPLATES}/[!.]*.jinja"))  # exFAT disks hold `._` files too
     return [
         *(name for name in _FILES if (folder / name).exists()),
         *(f"{_TEMPLATES}/{file.name}" for file in templates),

@@ -37,12 +37,12 @@ EXCLUDED_PATTERNS = ["*/*", "consolidated*"]
 CONVERTIBLE = [
     (r"^original/", "Meta's own files"),
     (r"^consolidated.*\.(pth|safetensors)$", "Meta's own files"),
-    (r"\.gguf$", "GGUF files"),
+    (r"\.(?i:gguf)$", "GGUF files"),
     (r"^pytorch_model.*\.bin$", "PyTorch files"),
 ]
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", re.ASCII)
-MODEL_FILE = re.compile(r"\.(gguf|safetensors|pth|bin)$")
+MODEL_FILE = re.compile(r"\.(gguf|safetensors|pth|bin)$", re.IGNORECASE)
 
 
 def cache_dir() -> Path:
@@ -108,19 +108,41 @@ def local_path(name: str) -> Path | None:
 def list_files(repository: str, revision: str | None) -> tuple[str, list[str]]:
     """Return the commit of `revision` (None: the newest), and the names of all its files.
 
-    Both come from the hub's cache if it has them. Raises `UserError` as `resolve` does.
+    Both come from the hub's cache if it has them. Without a network the names are those in the cache, where another
+    program may have put the model without a listing. Raises `UserError` as `resolve` does.
     """
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-    from huggingface_hub import get_cached_repo_tree, list_repo_files, resolve_revision
-    from huggingface_hub.errors import CachedRepoTreeNotFoundError, RevisionResolutionError
+    from huggingface_hub import constants, get_cached_repo_tree, list_repo_files, resolve_revision
+    from huggingface_hub.errors import CachedRepoTreeNotFoundError, HfHubHTTPError, HTTPError, RevisionResolutionError
 
     with _user_errors(repository, revision):
         try:
             commit = resolve_revision(repository, revision=revision, local_files_only=True).resolved
             return commit, [file.path for file in get_cached_repo_tree(repository, revision=commit)]
         except (RevisionResolutionError, CachedRepoTreeNotFoundError):
-            commit = resolve_revision(repository, revision=revision).resolved
-            return commit, list_repo_files(repository, revision=commit)
+            # Asked first, because the client prints a warning where it cannot ask the hub.
+            if constants.HF_HUB_OFFLINE and (cached := _cached_files(repository, revision)):
+                return cached
+            try:
+                commit = resolve_revision(repository, revision=revision).resolved
+                return commit, list_repo_files(repository, revision=commit)
+            except (HTTPError, OSError, RevisionResolutionError) as error:
+                cached = None if isinstance(error, HfHubHTTPError) else _cached_files(repository, revision)
+                if cached is None:
+                    raise
+                return cached
+
+
+def _cached_files(repository: str, revision: str | None) -> tuple[str, list[str]] | None:
+    """As `list_files`, of the files that the hub's cache holds; None if it has none of this revision."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        folder = Path(snapshot_download(repository, revision=revision, local_files_only=True))
+    except LocalEntryNotFoundError:
+        return None
+    return folder.name, [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]
 
 
 def download(

@@ -78,3 +78,20 @@ def test_a_part_under_another_name(tmp_path):
 def test_a_damaged_part_is_named(folder):
     (folder / NAMES[2]).write_bytes(b"GGUF")
     refused(folder / NAMES[0], NAMES[2])
+
+
+def test_what_lies_beside_a_model_is_left_aside(tmp_path):
+    """Of a Mac's exFAT disk, and of repositories with an image encoder or an importance matrix."""
+    (tmp_path / "M.GGUF").write_bytes(gguf_bytes({}, [encoded("a", np.zeros((2, 32)))]))
+    for name in ("._M.GGUF", "mmproj-model-f16.gguf", "MMPROJ-x.GGUF", "imatrix.gguf"):
+        (tmp_path / name).write_bytes(b"\0\5\26\7")
+    assert read_gguf(tmp_path).files == (tmp_path / "M.GGUF",)
+    (tmp_path / "other.gguf").write_bytes(b"GGUF")
+    with pytest.raises(GGUFError, match=r"several models \(M.GGUF, other.gguf\)"):
+        read_gguf(tmp_path)
+
+
+def test_parts_in_capitals(folder):
+    for name in NAMES:
+        (folder / name).rename(folder / name.replace(".gguf", ".GGUF"))
+    assert len(read_gguf(folder).files) == len(read_gguf(folder / NAMES[1].replace(".gguf", ".GGUF")).files) == 3

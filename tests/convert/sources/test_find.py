@@ -192,3 +192,17 @@ def test_the_demo_model_is_its_gguf(monkeypatch, tmp_path):
     Path("demo").mkdir()
     assert find_source("demo", progress=False) == tmp_path / "False.gguf"
     assert find_source("./demo") == Path("demo")
+
+
+def test_a_cached_model_without_a_listing_is_found_without_a_network(environment):
+    """As a program leaves it that downloads file by file."""
+    offline = environment | {"HF_HUB_OFFLINE": "1"}
+    folder = snapshot(environment, "org/tiny")
+    folder.mkdir(parents=True)
+    for name, content in {**SAFETENSORS, **COMPANIONS}.items():
+        (folder / name).write_bytes(content)
+    (folder.parent.parent / "refs").mkdir()
+    (folder.parent.parent / "refs" / "main").write_text(COMMIT)
+    assert find(offline, "org/tiny", "org/tiny@main") == [["found", str(folder)]] * 2
+    [[kind, text]] = find(offline, "org/tiny@other")
+    assert kind == "error" and "not wholly in the hub's cache" in text
