@@ -6,7 +6,9 @@ from pathlib import Path
 
 from convert.lora.adapter import Adapter, LoRAUpdate, read_adapter
 from convert.lora.tied_head import EMBEDDING, HEAD, separate_head, with_vocabulary_of, without_copies
+from convert.lora.tokenizer import with_tokenizer
 from convert.sources.source import QuantizedRows, Source, SourceTensor
+from convert.sources.tokenizer_files import tokenizer_files
 from convert.storage.stored_tensor import to_mlx
 from mlx_llama3.errors import UserError
 
@@ -17,7 +19,8 @@ def with_adapter(source: Source, folder: Path) -> Source:
     """Return the source with the adapter in `folder` (PEFT's or mlx-lm's) fused into its tensors.
 
     Updates are added in float32. Matrices that are quantized in the source are quantized again in the same format. A
-    tied model gets a head of its own if the adapter changes embedding and head differently.
+    tied model gets a head of its own if the adapter changes embedding and head differently. The tokenizer and chat
+    template in `folder` replace the source's.
     Raises `UserError` if the adapter is of a kind that cannot be fused, or updates modules or shapes that the model
     does not have.
     """
@@ -42,8 +45,9 @@ def with_adapter(source: Source, folder: Path) -> Source:
         tensors[name] = _fused(tensor, update, folder, base=None if resized else tensor)
     notes = [*source.notes, *_notes(source, model, adapter, folder)]
     files = [*source.files, folder / "adapter_config.json", adapter.file]
+    files += [folder / name for name in tokenizer_files(folder)]
     kind = f"{source.kind}, with an adapter"
-    return dataclasses.replace(model, kind=kind, tensors=tensors, notes=notes, files=files)
+    return with_tokenizer(dataclasses.replace(model, kind=kind, tensors=tensors, notes=notes, files=files), folder)
 
 
 def _notes(source: Source, model: Source, adapter: Adapter, folder: Path) -> list[str]:
