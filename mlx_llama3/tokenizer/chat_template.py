@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlx_llama3.tokenizer.llama3_format import Pieces
 from mlx_llama3.tokenizer.messages import Message, PromptError
+from mlx_llama3.tokenizer.template_marks import Marks
 from mlx_llama3.tokenizer.vocabulary.added_tokens import matcher
 
 if TYPE_CHECKING:
@@ -37,9 +38,10 @@ class TemplateFormat:
         self._pattern = matcher(special)
 
     def pieces(self, messages: Sequence[Message], tools: Sequence[Message] | None, generation_prompt: bool) -> Pieces:
-        """As in `ChatFormat`. Raises `PromptError` if the template fails."""
+        """As in `ChatFormat`. Raises `PromptError` if the template fails, or leaves out a message or the tools."""
         template = self._choose(tools)
         placeholders = _Placeholders(self._pattern, template, messages, tools)
+        messages = self._complete(template, placeholders, messages, tools)
         return self._split(self._render(template, placeholders, messages, tools, generation_prompt), placeholders)
 
     def pieces_after(self, reply: int, messages: Sequence[Message], tools: Sequence[Message] | None) -> Pieces:
@@ -49,9 +51,11 @@ class TemplateFormat:
         """
         template = self._choose(tools)
         placeholders = _Placeholders(self._pattern, template, messages, tools)
+        messages = self._complete(template, placeholders, messages, tools)
         marker = placeholders.unused()
         # The reply's ids, with its tool calls, are known already, so the template must not write the calls again.
-        marked = {key: value for key, value in messages[reply].items() if key != "tool_calls"} | {"content": marker}
+        content = marker if isinstance(messages[reply]["content"], str) else _in_parts(marker)
+        marked = {key: value for key, value in messages[reply].items() if key != "tool_calls"} | {"content": content}
         messages = [*messages[:reply], marked, *messages[reply + 1 :]]
         _, *after = self._render(template, placeholders, messages, tools, True).split(marker)
         if len(after) != 1:
@@ -59,6 +63,54 @@ class TemplateFormat:
                 f"{self._source}: the chat template does not write each answer once, so none can follow it"
             )
         return self._split(after[0], placeholders)
+
+    def _complete(
+        self,
+        template: str,
+        placeholders: "_Placeholders",
+        messages: Sequence[Message],
+        tools: Sequence[Message] | None,
+    ) -> list[Message]:
+        """`messages` with contents as the template writes them in full: as text, else as lists of parts.
+
+        Raises `PromptError` if a message, or a tool, is left out either way.
+        """
+        written, fault = list(messages), None
+        try:
+            missing = self._left_out(template, placeholders, written, tools)
+        except PromptError as error:
+            missing, fault = list(range(len(written))), error
+        if missing:
+            written = [_with_parts(m) if n in missing else m for n, m in enumerate(written)]
+            try:
+                missing = self._left_out(template, placeholders, written, tools)
+            except PromptError as error:
+                raise fault or self._leaves_out(messages[missing[0]]) from error
+        if missing:
+            raise self._leaves_out(messages[missing[0]])
+        return written
+
+    def _leaves_out(self, message: Message) -> PromptError:
+        return PromptError(
+            f"{self._source}: the chat template leaves out the {message['role']} message {message['content']!r:.40}; "
+            "use another model, or say it in another role"
+        )
+
+    def _left_out(
+        self,
+        template: str,
+        placeholders: "_Placeholders",
+        messages: Sequence[Message],
+        tools: Sequence[Message] | None,
+    ) -> list[int]:
+        marks = Marks(messages, tools, placeholders.unused)
+        rendered = self._render(template, placeholders, marks.messages, marks.tools, True)
+        if marks.tools_left_out(rendered):
+            raise PromptError(
+                f"{self._source}: the chat template leaves tools out; use a model that was trained with tools, "
+                "or describe them in a message"
+            )
+        return marks.left_out(rendered)
 
     def _choose(self, tools: Sequence[Message] | None) -> str:
         name = "tool_use" if tools and "tool_use" in self._templates else "default"
@@ -93,6 +145,15 @@ class TemplateFormat:
     def _split(self, rendered: str, placeholders: "_Placeholders") -> Pieces:
         parts = self._pattern.split(rendered) if self._pattern else [rendered]
         return [self._special[part] if n % 2 else placeholders.restore(part) for n, part in enumerate(parts)]
+
+
+def _with_parts(message: Message) -> Message:
+    content = message["content"]
+    return message | {"content": _in_parts(content)} if content and isinstance(content, str) else message
+
+
+def _in_parts(text: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text}]
 
 
 class _Placeholders:

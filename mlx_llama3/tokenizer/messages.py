@@ -18,7 +18,8 @@ def read_messages(messages: Any, *, need_user: bool = True) -> list[Message]:
     """Copies of `messages` with content as text and the arguments of tool calls as objects.
 
     Content that is a list of `{"type": "text", "text": ...}` is joined. Messages of the assistant and of tools may be
-    empty, those of the user and the system may not. Other keys stay, because templates may read them.
+    empty, those of the user may not. An empty system message is left out, because clients without a system prompt send
+    one. Other keys stay, because templates may read them.
 
     Args:
         messages: a list of `{"role", "content"}`; an assistant's may have `tool_calls` (in the form of OpenAI's API).
@@ -32,6 +33,7 @@ def read_messages(messages: Any, *, need_user: bool = True) -> list[Message]:
             f"messages: expected a list of objects with role and content, found {type(messages).__name__}"
         )
     normalized = [_message(message, f"message {count}") for count, message in enumerate(messages, start=1)]
+    normalized = [m for m in normalized if m["role"] != "system" or m["content"].strip()]
     if need_user and not any(message["role"] == "user" for message in normalized):
         raise PromptError("messages: there is none from the user; expected at least one")
     return normalized
@@ -64,7 +66,7 @@ def _message(message: Any, where: str) -> Message:
     if calls and role != "assistant":
         raise PromptError(f"{where}: only an assistant can have tool_calls, not {role!r}")
     content = _text(message.get("content"), f"{where} ({role})", optional=bool(calls))
-    if role in ("system", "user") and not content.strip():
+    if role == "user" and not content.strip():
         raise PromptError(f"{where} ({role}) is empty; write something, or leave it out")
     normalized = {**message, "content": content}
     if calls:

@@ -289,7 +289,6 @@ def test_save_replaces_conversations_only(talk, tmp_path) -> None:
     [
         (("--resume", "missing.json"), "missing.json: no such file"),
         (("--context", "99999"), "a context of 99999 tokens is asked for; this model takes from 1 to"),
-        (("--system", " "), "message 1 (system) is empty"),
     ],
 )
 def test_bad_options(talk, options, complaint) -> None:

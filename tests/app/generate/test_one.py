@@ -155,7 +155,6 @@ def test_logprobs(run, opened) -> None:
     [
         (["--prompt", ""], "message 1 (user) is empty"),
         (["--prompt", " \n"], "message 1 (user) is empty"),
-        (["--prompt", "a", "--system", ""], "message 1 (system) is empty"),
         (["--raw", ""], "the prompt is empty"),
         (["--raw", "a", "--system", "b"], "--system does not go with --raw"),
         (["--ids", "1", "--system", "b"], "--system does not go with --ids"),

@@ -33,12 +33,13 @@ TEMPLATES = {
     "blocks and spaces": """
   {% for message in messages %}
     {% if message.role == "system" %}
+      {{ message.content }}
       {% continue %}
     {% endif %}
     {% generation %}
       {{ message.content | upper }}
     {% endgeneration %}
-    {% if loop.index > 2 %}
+    {% if loop.index > 3 %}
       {% break %}
     {% endif %}
   {% endfor %}
@@ -46,6 +47,7 @@ end
 """,
     "namespace and macros": """{% set ns = namespace(last=none) %}
 {% macro say(m) %}[{{ m.role }}: {{ m.content }}]{% endmacro %}
+{% for m in messages | rejectattr("role", "equalto", "user") %}{{ say(m) }}{% endfor %}
 {% for m in messages | selectattr("role", "equalto", "user") %}{% set ns.last = m %}{{ say(m) }}{% endfor %}
 {{ ns.last.content.split("</think>")[-1] }}{{ documents is none }}{{ eos_token is defined }}""",
 }
@@ -66,8 +68,9 @@ def text_of(pieces):
     return "".join(piece if isinstance(piece, str) else NAMES[piece] for piece in pieces)
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
-@pytest.mark.parametrize("tools", [None, [TOOL]], ids=["no tools", "tools"])
+@pytest.mark.parametrize(
+    ("name", "tools"), [*((name, None) for name in TEMPLATES), ("dates and tools", [TOOL])], ids=str
+)
 def test_text_is_that_of_transformers(name, tools):
     messages, tools = read_messages(MESSAGES), read_tools(tools)
     for prompt in (True, False):
@@ -118,9 +121,9 @@ def test_without_control_tokens():
 
 
 def test_tools_may_have_a_template_of_their_own():
-    both = chat_format("plain", tool_use="with tools")
+    both, tools = chat_format("plain", tool_use="tools: {{ tools[0].function.name }}"), read_tools([TOOL])
     assert both.pieces([], None, True) == ["plain"]
-    assert both.pieces([], [TOOL], True) == ["with tools"]
+    assert both.pieces([], tools, True) == ["tools: f"]
     with pytest.raises(PromptError, match="folder: there is no default chat template, only rag"):
         TemplateFormat({"rag": "x"}, {}, {}, "folder").pieces([], None, True)
 
@@ -144,9 +147,7 @@ def test_after_a_reply_its_tool_calls_are_not_written_again():
     assert [piece for piece in after if piece] == [3, "\n", 2, "tool\n7", 3, "\n", 2, "assistant\n"]
 
 
-@pytest.mark.parametrize(
-    "template", ["{{ messages[0].content }}", "{% for m in messages %}{{ m.content * 2 }}{% endfor %}"]
-)
+@pytest.mark.parametrize("template", ["{% for m in messages %}{{ m.content * 2 }}{% endfor %}"])
 def test_a_template_that_does_not_write_each_answer_once_is_an_error(template):
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "x"}]
     with pytest.raises(PromptError, match="folder: the chat template does not write each answer once"):
@@ -173,3 +174,67 @@ def test_faults_and_sandbox_violations_are_one_line_errors(template, fault):
     with pytest.raises(PromptError, match=f"^folder: the chat template {fault}") as caught:
         chat_format(template).pieces([{"role": "user", "content": "x"}], None, True)
     assert "\n" not in str(caught.value)
+
+
+PARTS = """{% for m in messages %}
+{%- for p in m.content %}{% if p.type == 'text' %}{{ p.text | trim }}{% endif %}{% endfor %};
+{%- endfor %}"""
+SAID = read_messages([{"role": "system", "content": "Verse."}, {"role": "user", "content": " a lock? "}])
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        PARTS,
+        "{% for m in messages %}{{ m.content[0].text | trim }};{% endfor %}",
+        "{{ raise_exception('parts!') if messages[0].content is string }}" + PARTS,
+        # The system prompt as text, the user's words in parts.
+        "{{ messages[0].content }};{% for p in messages[1].content %}{{ p.text | trim }}{% endfor %};",
+    ],
+)
+def test_content_is_given_in_parts_where_the_template_wants_them(template):
+    assert chat_format(template).pieces(SAID, None, True) == ["Verse.;a lock?;"]
+    talk = [*SAID, {"role": "assistant", "content": "No."}, {"role": "user", "content": "Why?"}]
+    if "messages[0]" not in template:
+        assert chat_format(template).pieces_after(2, talk, None) == [";Why?;"]
+
+
+@pytest.mark.parametrize(
+    ("template", "role"),
+    [
+        ("{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}", "system"),
+        ("{% for m in messages if m.role != 'user' %}{{ m.content }}{% endfor %}", "user"),
+        ("a lock? {{ messages[0].content }}", "user"),  # words of the template's own are not the person's
+        ("{{ messages[0].content }}{{ messages[1].content[:2] }}", "user"),
+        ("{{ messages[0].content }}{{ messages[1].content[2:] }}", "user"),
+        ("{{ messages[0].content }}{{ messages[1].content.text }}", "user"),
+    ],
+)
+def test_a_template_that_leaves_words_out_is_refused(template, role):
+    with pytest.raises(
+        PromptError, match=f"^folder: the chat template leaves out the {role} message '.*'; use another"
+    ):
+        chat_format(template).pieces(SAID, None, True)
+
+
+def test_reasoning_and_the_text_beside_a_tool_call_may_be_left_out():
+    template = """{% for m in messages %}{% if m.tool_calls %}{{ m.tool_calls[0].function.name }}
+{%- else %}{{ m.content.split('</think>')[-1] }}{% endif %};{% endfor %}"""
+    call = {"role": "assistant", "content": "Let me see.", "tool_calls": [{"name": "f", "arguments": {}}]}
+    messages = read_messages([SAID[1], {"role": "assistant", "content": "hm</think>No."}, call])
+    assert chat_format(template).pieces(messages, None, True) == [" a lock? ;No.;f;"]
+
+
+def test_tools_are_refused_by_a_template_that_knows_none():
+    tools = read_tools([TOOL, TOOL | {"name": "g"}])
+    with pytest.raises(PromptError, match="^folder: the chat template leaves tools out; use a model"):
+        chat_format(CHATML).pieces(SAID, tools, True)
+    first = "{{ tools[0] | tojson if tools else '' }}" + CHATML
+    assert chat_format(first).pieces(SAID, tools[:1], True)
+    with pytest.raises(PromptError, match="leaves tools out"):
+        chat_format(first).pieces(SAID, tools, True)
+
+
+def test_marks_escaped_as_json_are_found():
+    template = "{{ tools | tojson(ensure_ascii=true) }}{{ messages | tojson(ensure_ascii=true) }}"
+    assert chat_format(template).pieces(SAID, read_tools([TOOL]), True)

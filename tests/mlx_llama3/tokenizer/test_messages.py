@@ -51,7 +51,6 @@ def test_tool_calls_are_normalized():
         ([{"role": "user", "content": ""}], r"message 1 \(user\) is empty"),
         ([{"role": "user", "content": " \n\t"}], r"message 1 \(user\) is empty"),
         ([{"role": "user", "content": []}], r"message 1 \(user\) is empty"),
-        ([{"role": "system", "content": ""}, USER], r"message 1 \(system\) is empty"),
         ([{"role": "user"}], r"message 1 \(user\): expected text as content, found NoneType"),
         ([{"role": "user", "content": 3}], r"message 1 \(user\): expected text as content, found int"),
         ([USER, {"role": "assistant", "content": None}], r"message 2 \(assistant\): expected text"),
@@ -92,3 +91,8 @@ def test_tools():
     for wrong in ("f", [print], [{"type": "function"}], [{"function": {"description": "x"}}], {"name": "f"}):
         with pytest.raises(PromptError, match=r"^tool"):
             read_tools(wrong)
+
+
+@pytest.mark.parametrize("content", ["", " \n", [], [{"type": "text", "text": ""}]])
+def test_an_empty_system_message_is_none(content):
+    assert read_messages([{"role": "system", "content": content}, USER]) == [USER]

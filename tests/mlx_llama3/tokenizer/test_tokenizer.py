@@ -198,39 +198,51 @@ def test_stop_ids_of_all_files(tmp_path):
     assert load_tokenizer(folder).stop_ids == {0, 2, think, 7}
 
 
+BOS = "{{ bos_token }}"
+SAID = "{{ messages[0].content }}{{ tools[0].function.name if tools }}"
+
+
 @pytest.mark.parametrize(
     ("files", "plain", "with_tools"),
     [
-        ({"tokenizer_config": {"chat_template": "one"}}, "one", "one"),
-        ({"chat_template": {"chat_template": "two"}}, "two", "two"),
-        ({"chat_template__jinja": "three", "tokenizer_config": {"chat_template": "one"}}, "three", "three"),
+        ({"tokenizer_config": {"chat_template": "one" + SAID}}, "one", "one"),
+        ({"chat_template": {"chat_template": "two" + SAID}}, "two", "two"),
+        (
+            {"chat_template__jinja": "three" + SAID, "tokenizer_config": {"chat_template": "one" + SAID}},
+            "three",
+            "three",
+        ),
         (
             {
                 "tokenizer_config": {
                     "chat_template": [
-                        {"name": "default", "template": "four"},
-                        {"name": "tool_use", "template": "five"},
+                        {"name": "default", "template": "four" + SAID},
+                        {"name": "tool_use", "template": "five" + SAID},
                     ]
                 }
             },
             "four",
             "five",
         ),
-        ({"tokenizer_config": {"bos_token": {"content": "<x>"}, "chat_template": "{{ bos_token }}6"}}, "<x>6", "<x>6"),
+        (
+            {"tokenizer_config": {"bos_token": {"content": "<x>"}, "chat_template": "{{ bos_token }}6" + SAID}},
+            "<x>6",
+            "<x>6",
+        ),
     ],
 )
 def test_where_templates_lie(tmp_path, files, plain, with_tools):
     tokenizer = load_tokenizer(folder_with(tmp_path, **files))
-    assert tokenizer.render_chat(HELLO) == plain
-    assert tokenizer.render_chat(HELLO, tools=[{"name": "f"}]) == with_tools
+    assert tokenizer.render_chat(HELLO) == plain + "Hello"
+    assert tokenizer.render_chat(HELLO, tools=[{"name": "f"}]) == with_tools + "Hellof"
 
 
 def test_more_templates_in_a_folder_of_their_own(tmp_path):
     (tmp_path / "additional_chat_templates").mkdir()
-    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
-    tokenizer = load_tokenizer(folder_with(tmp_path, chat_template__jinja="plain"))
-    assert tokenizer.render_chat(HELLO) == "plain"
-    assert tokenizer.render_chat(HELLO, tools=[{"name": "f"}]) == "tools"
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("tools" + SAID)
+    tokenizer = load_tokenizer(folder_with(tmp_path, chat_template__jinja="plain" + SAID))
+    assert tokenizer.render_chat(HELLO) == "plainHello"
+    assert tokenizer.render_chat(HELLO, tools=[{"name": "f"}]) == "toolsHellof"
 
 
 @pytest.mark.parametrize(
