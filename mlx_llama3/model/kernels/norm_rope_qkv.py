@@ -12,6 +12,8 @@ import mlx.core as mx
 
 Outputs = tuple[mx.array, tuple[mx.array, mx.array], mx.array]
 
+SIZES = ("DIM", "BITS", "GROUP", "B", "S", "N_HEADS", "N_KV_HEADS", "PAIRS")
+
 # The simdgroup multiplies the rows of numbers i and i + PAIRS of a head, which RoPE rotates together.
 SOURCE = norm_qmv.source(
     "first + first / PAIRS * PAIRS",
@@ -71,7 +73,7 @@ def takes(
         norm_qmv.takes(x, update, weight, wqkv)
         and freqs.inv_freq.dtype == mx.float32
         and pairs % qmv.ROW_PAIRS == 0
-        and wqkv.parts[0].weight.shape[0] == (n_heads + 2 * n_kv_heads) * 2 * pairs
+        and wqkv["parts"][0].weight.shape[0] == (n_heads + 2 * n_kv_heads) * 2 * pairs
         and freqs.offset.shape in ((), (x.shape[0],))
     )
 
@@ -95,28 +97,26 @@ def fused(
     """
     if not takes(x, update, weight, wqkv, n_heads, n_kv_heads, start_pos, freqs):
         return reference(x, update, weight, eps, wqkv, n_heads, n_kv_heads, start_pos, freqs)
-    matrix, pairs = wqkv.parts[0], freqs.inv_freq.size
+    matrix, pairs = wqkv["parts"][0], freqs.inv_freq.size
     B, S, dim = x.shape
-    heads = {"N_HEADS": n_heads, "N_KV_HEADS": n_kv_heads, "PAIRS": pairs}
-    sizes = {"DIM": dim, "BITS": matrix.bits, "GROUP": matrix.group_size, "B": B, "S": S} | heads
-    kernel = _kernel(mx.fast.metal_kernel, x.dtype, tuple(sizes.items()), eps, freqs.offset.ndim)
+    sizes = dim, matrix.bits, matrix.group_size, B, S, n_heads, n_kv_heads, pairs
+    kernel = _kernel(mx.fast.metal_kernel, x.dtype, sizes, eps, freqs.offset.ndim)
     stream, q, kv, squares = kernel(
-        inputs=[x, update, weight, matrix.weight, matrix.scales, matrix.biases, freqs.inv_freq, freqs.offset],
+        inputs=[x, update, weight, matrix["weight"], matrix["scales"], matrix["biases"], freqs.inv_freq, freqs.offset],
         output_shapes=[x.shape, (B, n_heads, S, 2 * pairs), (2, B, n_kv_heads, S, 2 * pairs), (2, B, S)],
         output_dtypes=[x.dtype, x.dtype, x.dtype, mx.float32],
-        **qmv.dispatch(matrix.weight.shape[0]),
+        **qmv.dispatch(matrix["weight"].shape[0]),
     )
     return stream, (q, kv), squares
 
 
 @cache
-def _kernel(make: Any, dtype: mx.Dtype, sizes: tuple[tuple[str, int], ...], eps: float, offset_ndim: int) -> Any:
-    constants: dict[str, Any] = dict(sizes)
-    name = unique_name("norm_rope_qkv", dtype, *constants.values(), eps, offset_ndim)
+def _kernel(make: Any, dtype: mx.Dtype, sizes: tuple[int, ...], eps: float, offset_ndim: int) -> Any:
+    constants: dict[str, Any] = dict(zip(SIZES, sizes, strict=True))
     constants |= {"M": constants["B"] * constants["S"], "APART": constants["PAIRS"], "EPS": eps}
     body = SOURCE.replace("OFFSET", "offset[b]" if offset_ndim else "offset")
     return make(
-        name=name,
+        name=unique_name("norm_rope_qkv", dtype, *sizes, eps, offset_ndim),
         input_names=[*norm_qmv.INPUTS, "inverse", "offset"],
         output_names=["stream", "q", "kv", "squares"],
         source=with_constants(body, dtype, **constants, **qmv.tiles(constants["BITS"])),

@@ -49,13 +49,13 @@ def fused(
     """
     if not takes(x, update, weight, w13):
         return reference(x, update, weight, eps, w13)
-    matrix = w13.parts[0]
+    matrix = w13["parts"][0]
     B, S, dim = x.shape
-    hidden = matrix.weight.shape[0] // 2
+    hidden = matrix["weight"].shape[0] // 2
     kernel = _kernel(mx.fast.metal_kernel, x.dtype, dim, hidden, matrix.bits, matrix.group_size, B * S, eps)
     return tuple(
         kernel(
-            inputs=[x, update, weight, matrix.weight, matrix.scales, matrix.biases],
+            inputs=[x, update, weight, matrix["weight"], matrix["scales"], matrix["biases"]],
             output_shapes=[x.shape, (B, S, hidden), (2, B, S)],
             output_dtypes=[x.dtype, x.dtype, mx.float32],
             **qmv.dispatch(2 * hidden),

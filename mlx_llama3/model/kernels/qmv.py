@@ -99,17 +99,18 @@ def source(first_row: str, read: str, end: str, *, begin: str = "") -> str:
 def takes(packed: PackedLinear, x: mx.array) -> bool:
     """Whether the product takes these: one matrix, affine with 4 or 8 bits; up to 4 rows of x, in the dtype of the
     scales."""
-    matrix = packed.parts[0]
-    if len(packed.parts) > 1 or type(matrix) is not nn.QuantizedLinear:
+    parts = packed["parts"]  # an item of a module is found many times sooner than an attribute
+    matrix = parts[0]
+    if len(parts) > 1 or type(matrix) is not nn.QuantizedLinear:
         return False
-    rows, dim = matrix.weight.shape[0], x.shape[-1]
+    rows, dim, dtype = matrix["weight"].shape[0], x.shape[-1], x.dtype
     return (
         x.size <= MAX_ROWS * dim
-        and x.dtype in TYPES
+        and dtype in TYPES
         and matrix.mode == "affine"
         and matrix.bits in BITS
         and matrix.group_size in GROUPS
-        and x.dtype == matrix.scales.dtype == matrix.biases.dtype
+        and dtype == matrix["scales"].dtype == matrix["biases"].dtype
         and "bias" not in matrix
         and dim % matrix.group_size == 0
         and rows % (2 * SIMDGROUPS * ROW_PAIRS) == 0

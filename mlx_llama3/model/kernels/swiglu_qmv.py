@@ -48,11 +48,11 @@ def fused(w13: PackedLinear, x: mx.array) -> mx.array:
     """
     if not takes(w13, x):
         return reference(w13, x)
-    matrix = w13.parts[0]
-    dim, hidden = x.shape[-1], matrix.weight.shape[0] // 2
+    matrix = w13["parts"][0]
+    dim, hidden = x.shape[-1], matrix["weight"].shape[0] // 2
     kernel = _kernel(mx.fast.metal_kernel, x.dtype, dim, hidden, matrix.bits, matrix.group_size, x.size // dim)
     (out,) = kernel(
-        inputs=[x, matrix.weight, matrix.scales, matrix.biases],
+        inputs=[x, matrix["weight"], matrix["scales"], matrix["biases"]],
         output_shapes=[(*x.shape[:-1], hidden)],
         output_dtypes=[x.dtype],
         **qmv.dispatch(2 * hidden),
