@@ -3,7 +3,7 @@
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -12,14 +12,16 @@ from tempfile import TemporaryDirectory
 import numpy as np
 
 from convert.conversion.progress import ProgressBar
+from convert.conversion.updates import HeldUpdate, hold, loss_notes
 from convert.gguf.config import ROPE_FACTORS
-from convert.gguf.dequantize import is_finite
+from convert.gguf.dequantize import dequantize, is_finite
 from convert.gguf.metadata import model_metadata, tokenizer_metadata
 from convert.gguf.quantize import TYPES, quantize, repack_q4_1
 from convert.gguf.rope_factors import rope_factors
 from convert.gguf.types import LAYOUTS
 from convert.gguf.writer import TensorOutput, file_size, write_gguf
 from convert.lora.fuse import with_adapter
+from convert.lora.loss import lost_share
 from convert.sources.open import open_source
 from convert.sources.source import Source, SourceTensor
 from convert.storage.overwriting import check_gguf_target, check_source_stays
@@ -94,10 +96,18 @@ def to_gguf(
     if adapter is not None:
         opened = with_adapter(opened, Path(adapter))
     vocabulary, template = _tokenizer(opened)
-    options = {"type_name": type_name, "chat_template": template, "overwrite": overwrite, "progress": progress}
+    planned, held = plan_types(opened, type_name)
+    options = {
+        "type_name": type_name,
+        "planned": planned,
+        "chat_template": template,
+        "overwrite": overwrite,
+        "progress": progress,
+    }
     types = write_model(opened, vocabulary, target, **options)
     seconds = time.perf_counter() - started
-    return GGUFReport(opened.kind, target, types, target.stat().st_size, seconds, opened.notes)
+    notes = [*opened.notes, *loss_notes(held, remedy="only an MLX folder in float32 holds it")]
+    return GGUFReport(opened.kind, target, types, target.stat().st_size, seconds, notes)
 
 
 def _tokenizer(source: Source) -> tuple[Vocabulary, str | None]:
@@ -125,6 +135,7 @@ def write_model(
     target: Path,
     *,
     type_name: str = "F16",
+    planned: Mapping[str, str] | None = None,
     chat_template: str | None = None,
     overwrite: bool = False,
     progress: bool = True,
@@ -135,15 +146,15 @@ def write_model(
     embedding and the head of a Q4_1 file (Q8_0). Matrices that the source holds in MLX's 4-bit affine packing become
     Q4_1 without a change of value, if float16 holds their scales and biases exactly.
 
-    `chat_template` is the Jinja text of `tokenizer.chat_template`; the other options and errors are those of `to_gguf`.
+    `planned` are the types of `plan_types`, if they were decided already. `chat_template` is the Jinja text of
+    `tokenizer.chat_template`; the other options and errors are those of `to_gguf`.
     """
-    if type_name not in TYPES:
-        raise UserError(f"{type_name!r} is not a type that can be written; choose one of {', '.join(TYPES)}")
+    kinds = plan_types(source, type_name)[0] if planned is None else planned
     metadata = {
         **model_metadata(source.args, source.name, type_name),
         **tokenizer_metadata(vocabulary, source.args.vocab_size, chat_template),
     }
-    outputs = [_output(tensor, type_name, source.args) for tensor in source.tensors.values()]
+    outputs = [_output(tensor, kinds[tensor.name], source.args) for tensor in source.tensors.values()]
     if source.args.rope_scaling:
         factors = rope_factors(source.args)
         outputs.append(TensorOutput(ROPE_FACTORS, factors.shape, "F32", lambda: iter([factors.view(np.uint8)])))
@@ -162,8 +173,43 @@ def _track(output: TensorOutput, bar: ProgressBar, number: int) -> Iterator[np.n
         bar.update(block.nbytes)
 
 
-def _output(tensor: SourceTensor, type_name: str, args: ModelArgs) -> TensorOutput:
-    kind = _type_of(tensor, type_name)
+def plan_types(source: Source, type_name: str) -> tuple[dict[str, str], list[HeldUpdate]]:
+    """The type of each tensor by name, and what was measured of an adapter's updates.
+
+    A matrix whose update would be rounded away gets more bits than `type_name` means: Q8_0, or F16 where Q8_0 loses as
+    much. Raises `UserError` for a type that cannot be written.
+    """
+    if type_name not in TYPES:
+        raise UserError(f"{type_name!r} is not a type that can be written; choose one of {', '.join(TYPES)}")
+    kinds, held = {}, []
+    for tensor in source.tensors.values():
+        kinds[tensor.name] = _type_of(tensor, type_name)
+        if tensor.base and len(tensor.shape) == 2:
+            choices = ((kind, kind) for kind in _roomier(tensor, kinds[tensor.name]))
+            kinds[tensor.name], update = hold(tensor.name, choices, partial(_update_loss, tensor))
+            held.append(update)
+    return kinds, held
+
+
+def _roomier(tensor: SourceTensor, kind: str) -> Iterable[str]:
+    def bits(name: str) -> float:
+        return 8 * LAYOUTS[name].n_bytes / LAYOUTS[name].values
+
+    wider = (name for name in ("Q8_0", "F16") if bits(name) > bits(kind))
+    return [kind, *(name for name in wider if tensor.shape[1] % LAYOUTS[name].values == 0)]
+
+
+def _update_loss(tensor: SourceTensor, kind: str) -> float:
+    """The share of the update of a fused matrix that is lost when it is written as `kind`."""
+
+    def written(side: SourceTensor, start: int, stop: int) -> mx.array:
+        return mx.array(dequantize(_encoded_rows(side, kind, start, stop), kind))
+
+    block_rows = max(1, BLOCK_ELEMENTS // tensor.shape[1])
+    return lost_share(tensor, partial(written, tensor), partial(written, tensor.base), block_rows)
+
+
+def _output(tensor: SourceTensor, kind: str, args: ModelArgs) -> TensorOutput:
     return TensorOutput(hf_to_gguf(tensor.name), tensor.shape, kind, partial(_blocks, tensor, kind, args.head_dim))
 
 

@@ -1,8 +1,9 @@
 """Keeps an adapter's updates: a matrix whose packing would round its update away gets more bits."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from tqdm import tqdm
 
@@ -10,19 +11,21 @@ from convert.conversion.plan import Plan, PlanStep
 from convert.lora.loss import MOST_LOST, lost_share
 from mlx_llama3.checkpoint.quantization import Quantization
 
+T = TypeVar("T")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
 
 @dataclass(frozen=True)
 class HeldUpdate:
-    """How one tensor with an adapter fused is written, and the share of its update that is lost so.
+    """How the tensor `name` with an adapter fused is written (`packing`), and the share of its update lost so.
 
-    `planned` is the step that was planned, `planned_loss` what would be lost with it.
+    `planned` is the packing that was planned, `planned_loss` what would be lost with it.
     """
 
-    step: PlanStep
+    name: str
+    packing: str
     loss: float
-    planned: PlanStep
+    planned: str
     planned_loss: float
 
 
@@ -34,8 +37,11 @@ def hold_updates(plan: Plan, *, progress: bool = False) -> tuple[Plan, list[Held
     """
     fused = [step for step in plan.steps if step.tensor.base]
     bar = tqdm(fused, desc="measure the adapter", unit="tensor", disable=None if progress else True, leave=False)
-    held = [_hold(step) for step in bar]
-    steps = {update.planned.tensor.name: update.step for update in held}
+    steps, held = {}, []
+    for planned in bar:
+        choices = ((step.packing, step) for step in _roomier(planned))
+        steps[planned.tensor.name], update = hold(planned.tensor.name, choices, update_loss)
+        held.append(update)
     return replace(plan, steps=[steps.get(step.tensor.name, step) for step in plan.steps]), held
 
 
@@ -45,16 +51,23 @@ def update_loss(step: PlanStep) -> float:
     return lost_share(tensor, lambda *rows: step.stored(tensor.rows(*rows)), step.stored_base, step.block_rows)
 
 
-def _hold(planned: PlanStep) -> HeldUpdate:
-    losses: list[tuple[PlanStep, float]] = []
-    for step in _roomier(planned):
-        losses.append((step, update_loss(step)))
-        # A loss that is not a number comes from a value that is none, which the conversion refuses.
-        if not losses[-1][1] > MOST_LOST:
+def hold(name: str, choices: Iterable[tuple[str, T]], loss: Callable[[T], float]) -> tuple[T, HeldUpdate]:
+    """The first of `choices` that loses no more than `MOST_LOST` of an update, else the one that loses least.
+
+    Args:
+        name: the tensor.
+        choices: packings in words, each with what `loss` takes; first the planned one.
+        loss: measures the share that is lost.
+    """
+    tried: list[tuple[str, T, float]] = []
+    for packing, choice in choices:
+        tried.append((packing, choice, loss(choice)))
+        if tried[-1][2] <= MOST_LOST:
             break
     else:
-        losses.append(min(losses, key=lambda candidate: candidate[1]))
-    return HeldUpdate(*losses[-1], *losses[0])
+        tried.append(min(tried, key=lambda each: each[2]))
+    packing, choice, share = tried[-1]
+    return choice, HeldUpdate(name, packing, share, planned=tried[0][0], planned_loss=tried[0][2])
 
 
 def _roomier(step: PlanStep) -> Iterator[PlanStep]:
@@ -69,40 +82,38 @@ def _roomier(step: PlanStep) -> Iterator[PlanStep]:
     yield replace(step, quantization=None, as_is=False)
 
 
-def loss_notes(held: Sequence[HeldUpdate]) -> list[str]:
-    """What the report says: which matrices got more bits, what still is lost, and the largest loss of the others."""
+def loss_notes(held: Sequence[HeldUpdate], remedy: str = "--dtype float32 holds it") -> list[str]:
+    """What the report says: which matrices got more bits, what still is lost, and the largest loss of the others.
+
+    remedy: what to do where nothing holds an update.
+    """
     notes = []
-    moved: dict[tuple[str, str], list[HeldUpdate]] = {}
-    for update in held:
-        if update.step != update.planned:
-            moved.setdefault((update.planned.packing, update.step.packing), []).append(update)
-    for (planned, packing), updates in moved.items():
-        lost = _percent(update.planned_loss for update in updates)
+    for (planned, packing), updates in _grouped(update for update in held if update.packing != update.planned).items():
         still = max(update.loss for update in updates)
         notes.append(
-            f"{packing} instead of {planned} for {_names(updates)}: {planned} would lose {lost} of what the adapter "
-            f"changes there; {packing} loses {100 * max(0.0, still):.1f} % at most"
+            f"{packing} instead of {planned} for {_names(updates)}: {planned} would lose "
+            f"{_percent(update.planned_loss for update in updates)} of what the adapter changes there; {packing} loses "
+            f"{100 * still:.1f} % at most"
         )
-    for dtype, updates in _by_dtype(held).items():
+    for (_, packing), updates in _grouped(update for update in held if update.loss > MOST_LOST).items():
         lost = _percent(update.loss for update in updates)
-        notes.append(f"{dtype} loses {lost} of what the adapter changes in {_names(updates)}; --dtype float32 holds it")
+        notes.append(f"{packing} loses {lost} of what the adapter changes in {_names(updates)}; {remedy}")
     if held and not notes:
         worst = max(held, key=lambda update: update.loss)
-        share = f"{100 * max(0.0, worst.loss):.1f} %"
-        notes.append(f"at most {share} of an update of the adapter is lost by rounding ({worst.step.tensor.name})")
+        share = f"{100 * worst.loss:.1f} %"
+        notes.append(f"at most {share} of an update of the adapter is lost by rounding ({worst.name})")
     return notes
 
 
-def _by_dtype(held: Sequence[HeldUpdate]) -> Mapping[str, list[HeldUpdate]]:
-    """The updates that nothing holds, by the packing that loses least."""
-    lost: dict[str, list[HeldUpdate]] = {}
+def _grouped(held: Iterable[HeldUpdate]) -> dict[tuple[str, str], list[HeldUpdate]]:
+    """Updates by the packing that was planned and the one that was taken."""
+    groups: dict[tuple[str, str], list[HeldUpdate]] = {}
     for update in held:
-        if update.loss > MOST_LOST:
-            lost.setdefault(update.step.packing, []).append(update)
-    return lost
+        groups.setdefault((update.planned, update.packing), []).append(update)
+    return groups
 
 
-def _percent(shares: Iterator[float]) -> str:
+def _percent(shares: Iterable[float]) -> str:
     """'93 %', or '88 to 93 %'."""
     values = sorted({round(100 * share) for share in shares})
     return f"{values[0]} %" if len(values) == 1 else f"{values[0]} to {values[-1]} %"
@@ -112,7 +123,7 @@ def _names(updates: Sequence[HeldUpdate]) -> str:
     """'mlp.down_proj of layers 0-2, 5; lm_head'."""
     layers: dict[str, list[int]] = {}
     for update in updates:
-        name = update.step.tensor.name.removesuffix(".weight")
+        name = update.name.removesuffix(".weight")
         match = _LAYER.fullmatch(name)
         layers.setdefault(match[2] if match else name, []).extend([int(match[1])] if match else [])
     return "; ".join(

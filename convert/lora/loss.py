@@ -18,9 +18,10 @@ _Rows = Callable[[int, int], mx.array]
 def lost_share(tensor: SourceTensor, written: _Rows, plain: _Rows, block_rows: int) -> float:
     """The share of the update of `tensor` that does not arrive: 0 if all of it does, 1 if none.
 
-    What arrived is projected onto what was meant: 1 - <arrived, meant> / <meant, meant>, over all values. `meant` is
-    the fused tensor less its base, `arrived` the same of their values once they are written. So the noise of a packing,
-    which is as large without the adapter, does not count. An update of nothing loses 0.
+    What arrived is projected onto what was meant: |1 - <arrived, meant> / <meant, meant>|, over all values, at most 1.
+    `meant` is the fused tensor less its base, `arrived` the same of their values once they are written. So the noise of
+    a packing, which is as large without the adapter, does not count, unless an update is so small that noise arrives
+    in its place. An update of nothing loses 0.
 
     Args:
         tensor: a tensor with an adapter fused (`tensor.base` is set).
@@ -34,7 +35,7 @@ def lost_share(tensor: SourceTensor, written: _Rows, plain: _Rows, block_rows: i
         wanted = difference(tensor.rows(start, stop), tensor.base.rows(start, stop))
         arrived += mx.sum(difference(written(start, stop), plain(start, stop)) * wanted).item()
         meant += mx.sum(wanted * wanted).item()
-    return 1 - arrived / meant if meant else 0.0
+    return min(1.0, abs(1 - arrived / meant)) if meant else 0.0
 
 
 def difference(one: mx.array, other: mx.array) -> mx.array:

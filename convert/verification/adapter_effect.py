@@ -32,8 +32,8 @@ class AdapterEffect:
 
     @property
     def ok(self) -> bool:
-        """Whether no more than `MOST_LOST` is lost, or noise may be the reason (three standard errors)."""
-        return self.kept + 3 * self.uncertainty >= 1 - MOST_LOST
+        """Whether `kept` is 1 to within `MOST_LOST`, and three standard errors for noise."""
+        return abs(1 - self.kept) <= MOST_LOST + 3 * self.uncertainty
 
     def __str__(self) -> str:
         return (

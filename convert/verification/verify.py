@@ -67,7 +67,7 @@ class Verification:
     @property
     def _lost(self) -> list[str]:
         """The tensors that lost more than `MOST_LOST` of their updates."""
-        return [name for name, share in self.lost.items() if not share <= MOST_LOST]
+        return [name for name, share in self.lost.items() if share > MOST_LOST]
 
     def __str__(self) -> str:
         lines = [f"{self.folder}, against {self.kind}", *(f"DIFFERS: {difference}" for difference in self.differences)]
@@ -83,7 +83,7 @@ class Verification:
             lines.append("convert with --adapter again: what packing rounds away gets more bits")
         elif self.lost:
             worst = max(self.lost, key=self.lost.__getitem__)
-            lines.append(f"of the adapter's updates at most {100 * max(0, self.lost[worst]):.1f} % is lost ({worst})")
+            lines.append(f"of the adapter's updates at most {100 * self.lost[worst]:.1f} % is lost ({worst})")
         if self.divergence:
             d = self.divergence
             lines += [

@@ -6,11 +6,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tiny_models import quantized, random_weights, tiny_args, write_folder
+from tokenizer_samples import small_bpe
 
 from convert.conversion.plan import make_plan
 from convert.conversion.recipe import MODES, make_recipe
+from convert.conversion.to_gguf import to_gguf
 from convert.conversion.to_mlx import convert
 from convert.conversion.updates import hold_updates, loss_notes, update_loss
+from convert.gguf.split_files import read_gguf
 from convert.lora.fuse import with_adapter
 from convert.sources.open import open_source
 from mlx_llama3.checkpoint.loading import load_model
@@ -135,3 +138,28 @@ def test_loss_is_that_of_the_written_values(tmp_path, monkeypatch):
 def test_plan_without_an_adapter_stays(tmp_path):
     plan = make_plan(open_source(packed_base(tmp_path, "4")))
     assert hold_updates(plan) == (plan, []) and loss_notes([]) == []
+
+
+def test_gguf_of_a_packed_base(tmp_path):
+    """Q4_1 would round the updates away as MLX's 4 bits do; a matrix without one is copied, bit for bit."""
+    base, adapter = packed_base(tmp_path / "base", "4"), small_adapter(tmp_path / "adapter")
+    small_bpe(vocab_size=300).save(str(base / "tokenizer.json"))
+    report = to_gguf(base, tmp_path / "out.gguf", type_name="Q4_1", adapter=adapter, progress=False)
+    convert(tmp_path / "out.gguf", tmp_path / "back", dequantize=True, dtype="float32", progress=False)
+    assert kept(base, adapter, tmp_path / "back", tmp_path) > 0.9
+    types = {name: tensor.type for name, tensor in read_gguf(tmp_path / "out.gguf").tensors.items()}
+    assert types["blk.1.attn_q.weight"] == types["blk.2.ffn_down.weight"] == "Q8_0"
+    assert types["blk.1.ffn_up.weight"] == "Q4_1"
+    (note,) = [note for note in report.notes if "would lose" in note]
+    assert note.startswith("Q8_0 instead of Q4_1 for self_attn.q_proj of layers 0-2; self_attn.v_proj of layers 0-2")
+
+
+def test_gguf_of_a_tiny_update(tmp_path):
+    """Where Q8_0 loses too much, F16 is taken; where that does, the report says what holds it."""
+    base = packed_base(tmp_path / "base", "4")
+    small_bpe(vocab_size=300).save(str(base / "tokenizer.json"))
+    for size, kind, said in ((1e-4, "F16", "F16 instead of Q4_1"), (2e-6, "F16", "only an MLX folder in float32")):
+        adapter = small_adapter(tmp_path / f"adapter-{size}", size=size)
+        report = to_gguf(base, tmp_path / f"{size}.gguf", type_name="Q4_1", adapter=adapter, progress=False)
+        assert read_gguf(tmp_path / f"{size}.gguf").tensors["blk.0.attn_q.weight"].type == kind
+        assert any(said in note for note in report.notes), report.notes

@@ -96,6 +96,11 @@ def test_effect_of_known_sizes():
     outcomes = {"source": base, "plain": base + 7, "unrounded": base + 7 + effect, "folder": base + 7 + effect / 2}
     half = adapter_effect(outcomes)
     assert (half.size, half.kept, half.off) == pytest.approx((2, 0.5, 8), rel=1e-5) and half.uncertainty < 1e-5
-    assert not half.ok and AdapterEffect(2, 0.5, 0.2, 1).ok and AdapterEffect(2, 0.91, 0, 1).ok
+    assert (
+        not half.ok
+        and AdapterEffect(2, 0.5, 0.2, 1).ok
+        and AdapterEffect(2, 0.91, 0, 1).ok
+        and not AdapterEffect(2, 1.2, 0, 1).ok
+    )
     unchanged = adapter_effect(dict.fromkeys(outcomes, base))
     assert (unchanged.size, unchanged.kept, unchanged.uncertainty) == (0, 1, 0) and unchanged.ok
