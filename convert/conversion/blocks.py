@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from convert.conversion.fp4 import quantize
 from convert.conversion.plan import PlanStep
 from mlx_llama3.errors import UserError
 
@@ -54,9 +55,7 @@ def _begin(step: PlanStep, start: int, stop: int) -> Block:
         dense = step.tensor.rows(start, stop).astype(step.dtype)
         arrays = checked = [dense]
         if quantization := step.quantization:
-            arrays = mx.quantize(
-                dense, group_size=quantization.group_size, bits=quantization.bits, mode=quantization.mode
-            )
+            arrays = quantize(dense, group_size=quantization.group_size, bits=quantization.bits, mode=quantization.mode)
             # Scales can overflow although all values are finite, if the values of a group lie far apart.
             checked = [dense, *(array for array in arrays if array.dtype == step.dtype)]
     mx.async_eval(arrays, checked)
