@@ -29,6 +29,7 @@ _PEFT_FOREIGN = (
     "fan_in_fan_out", "lora_bias", "use_qalora", "use_bdlora", "layer_replication", "alora_invocation_tokens",
     "trainable_token_indices", "arrow_config", "monteclora_config", "kasa_config", "velora_config", "target_parameters",
 )  # fmt: skip
+_LARGEST = 3.4e38
 # Initializations that do not change the base model, unlike PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA.
 _PEFT_INITIALIZATIONS = (True, False, None, "gaussian", "eva", "orthogonal")
 
@@ -139,8 +140,10 @@ def _peft_update(module: str, parts: Mapping[str, StoredTensor], config: Mapping
 
 
 def _check_pair(left: StoredTensor | None, right: StoredTensor | None, module: str, path: Path) -> None:
-    if left is None or right is None or len(left.shape) != 2 or len(right.shape) != 2:
-        raise UserError(f"{path}: {module} lacks one of its two low-rank matrices; fetch the adapter again")
+    if left is None or right is None or len(left.shape) != 2 or len(right.shape) != 2 or 0 in left.shape + right.shape:
+        raise UserError(
+            f"{path}: {module} lacks one of its two low-rank matrices, or it is empty; fetch the adapter again"
+        )
 
 
 def _match_pattern(patterns: Any, module: str, default: Any, path: Path) -> float:
@@ -148,17 +151,24 @@ def _match_pattern(patterns: Any, module: str, default: Any, path: Path) -> floa
 
     A key must be a module's name or the end of one; PEFT allows any regular expression.
     """
-    value = default
+    value, where = default, path.with_name("adapter_config.json")
+    if patterns and not isinstance(patterns, Mapping):
+        raise UserError(f"{where}: alpha_pattern is {patterns!r:.60}, expected an object: module name to number")
     for key, override in (patterns or {}).items():
         plain = key.removeprefix("^").replace("\\.", ".")
         if not re.fullmatch(r"[\w.]+", plain):
-            raise UserError(f"{path.with_name('adapter_config.json')}: the pattern {key[:80]!r} is not a module's name")
+            raise UserError(f"{where}: the pattern {key[:80]!r} is not a module's name")
         if module == plain or (not key.startswith("^") and module.endswith(f".{plain}")):
             value = override
             break
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise UserError(f"{path.with_name('adapter_config.json')}: lora_alpha of {module} is {value!r}, not a number")
+    if not _is_number(value):
+        raise UserError(f"{where}: lora_alpha of {module} is {value!r:.60}, expected a finite number")
     return float(value)
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a value of a JSON file is a finite number that float32 holds."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST
 
 
 def _read_mlx(config: Mapping[str, Any], stored: Mapping[str, StoredTensor], path: Path) -> dict[str, LoRAUpdate]:
@@ -170,7 +180,7 @@ def _read_mlx(config: Mapping[str, Any], stored: Mapping[str, StoredTensor], pat
         }
     parameters = config.get("lora_parameters")
     scale = parameters.get("scale") if isinstance(parameters, Mapping) else None
-    if kind not in ("lora", "dora") or isinstance(scale, bool) or not isinstance(scale, int | float):
+    if kind not in ("lora", "dora") or not _is_number(scale):
         raise UserError(f"{path.with_name('adapter_config.json')}: expected fine_tune_type and lora_parameters.scale")
     parts_by_module, others = _group_parts(stored, _MLX)
     for name in others:

@@ -116,6 +116,10 @@ BAD = {
     "PiSSA": (pair(), {"init_lora_weights": "pissa"}, "init_lora_weights 'pissa' changes the base model"),
     "a pattern": (pair(), {"alpha_pattern": {"(a+)+$": 3}}, "'(a+)+$' is not a module's name"),
     "alpha": (pair(), {"lora_alpha": "8"}, "lora_alpha of model.layers.2.self_attn.q_proj is '8'"),
+    "alpha too large": (pair(), {"lora_alpha": 10**400}, "expected a finite number"),
+    "alpha NaN": (pair(), {"lora_alpha": float("nan")}, "is nan, expected a finite number"),
+    "a list of patterns": (pair(), {"alpha_pattern": [1]}, "alpha_pattern is [1], expected an object"),
+    "rank 0": (pair(rank=0), {}, "lacks one of its two low-rank matrices, or it is empty"),
     "one half": ({k: v for k, v in pair().items() if "lora_A" in k}, {}, "lacks one of its two low-rank matrices"),
     "ranks differ": (
         pair() | {f"base_model.model.{LAYER}.lora_B.weight": mx.ones((64, 3))},
@@ -149,3 +153,13 @@ def test_folder_without_an_adapter(tmp_path):
     (folder / "adapter_config.json").write_text("{}")
     with pytest.raises(UserError, match="no adapter_model.safetensors"):
         convert(folder, tmp_path / "out", adapter=folder, progress=False)
+
+
+@pytest.mark.parametrize("scale", [None, True, "2", 10**400, float("inf")])
+def test_scale_of_mlx_lm_that_is_no_number(tmp_path, scale):
+    folder = write_folder(tmp_path / "base", ARGS, WEIGHTS)
+    mlx_adapter(folder, tmp_path / "adapter", keys=["self_attn.q_proj"])
+    config = {"fine_tune_type": "lora", "lora_parameters": {"rank": 4, "scale": scale}}
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"expected fine_tune_type and lora_parameters\.scale"):
+        convert(folder, tmp_path / "out", adapter=tmp_path / "adapter", progress=False)
