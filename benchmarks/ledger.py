@@ -9,6 +9,7 @@ Dispatches are counted from exported graphs. Bytes and values come from the kern
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -16,12 +17,14 @@ from typing import Any
 from benchmarks.dispatches import count_dispatches
 from benchmarks.ledger_models import WIDTHS, filled, ours, step, theirs
 from mlx_llama3.model.hooks.norms import NormCapture
-from mlx_llama3.model.kernels.kernel_set import FUSED, REFERENCE
+from mlx_llama3.model.kernels.kernel_set import FUSED, REFERENCE, Rows
 
 import mlx.core as mx
 
 SHORT, LONG = 100, 2000  # positions in the cache
 ROUNDS, TOKENS = 15, 10
+# The kernels without those that do the work of several.
+APART = replace(FUSED, norm_rope_qkv=Rows.NONE, norm_swiglu_qmv=Rows.NONE)
 
 
 def dispatches_per_layer(
@@ -63,12 +66,13 @@ def print_dispatches() -> None:
     for used in (SHORT, LONG):
         counts = {
             "fused, live norms": dispatches_per_layer(lambda n: ours(widths, n, FUSED), used, norms=True),
+            "fused apart, live norms": dispatches_per_layer(lambda n: ours(widths, n, APART), used, norms=True),
             "references, compiled": dispatches_per_layer(lambda n: ours(widths, n, REFERENCE), used, compiled=True),
             "mlx-lm": dispatches_per_layer(lambda n: theirs(widths, n), used, compiled=True),
         }
         for name, count in counts.items():
             parts = ", ".join(f"{kind} {number}" for kind, number in sorted(count.items()))
-            print(f"  {used:>5} positions  {name:<22} {count.total():>3}   {parts}")
+            print(f"  {used:>5} positions  {name:<24} {count.total():>3}   {parts}")
 
 
 @contextmanager
@@ -98,7 +102,10 @@ def building(width: str, n_layers: int) -> dict[str, float]:
     models = {
         "fused, compiled, live norms": NormCapture(ours(widths, n_layers, FUSED, compiles=True)),
         "fused, compiled": ours(widths, n_layers, FUSED, compiles=True),
+        "fused apart, compiled, live norms": NormCapture(ours(widths, n_layers, APART, compiles=True)),
+        "fused apart, compiled": ours(widths, n_layers, APART, compiles=True),
         "fused, not compiled": ours(widths, n_layers, FUSED),
+        "fused apart, not compiled": ours(widths, n_layers, APART),
         "references, compiled": ours(widths, n_layers, REFERENCE, compiles=True),
         "references, not compiled": ours(widths, n_layers, REFERENCE),
         "mlx-lm": theirs(widths, n_layers),
@@ -137,7 +144,7 @@ def print_building() -> None:
         for n_layers in (16, 32):
             times = building(width, n_layers)
             for name, value in times.items():
-                print(f"  {width} widths, {n_layers} layers  {name:<28} {value:6.2f}  {value / times['mlx-lm']:.2f}")
+                print(f"  {width} widths, {n_layers} layers  {name:<34} {value:6.2f}  {value / times['mlx-lm']:.2f}")
 
 
 def main() -> None:

@@ -9,7 +9,14 @@ import numpy as np
 
 import mlx_llama3  # first: it puts a fast BLAS in place before MLX is loaded  # noqa: F401
 from benchmarks.ledger_models import WIDTHS
-from mlx_llama3.model.kernels import add_rms_norm, rope_qkv, sdpa_quantized, swiglu_qmv
+from mlx_llama3.model.kernels import (
+    add_rms_norm,
+    norm_rope_qkv,
+    norm_swiglu_qmv,
+    rope_qkv,
+    sdpa_quantized,
+    swiglu_qmv,
+)
 from mlx_llama3.model.kernels.kv_packing import PackedLayout, pack, unpack
 from mlx_llama3.model.kernels.metal import TYPES
 from mlx_llama3.model.layers.packed_linear import PackedLinear
@@ -23,6 +30,7 @@ from tests.metal_harness.mlx_kernels import mlx_kernel
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 
 EPS = 1e-5
 GROUP = 64
@@ -49,7 +57,7 @@ class KernelCall:
         dispatches: list[Dispatch] = []
         with emulated(*cached_functions(self.call.func), before=dispatches.append):
             outputs = self.call()
-            outputs = list(outputs) if isinstance(outputs, tuple) else [outputs]
+            outputs = [array for _, array in tree_flatten(outputs)]
             mx.eval(outputs)
         return [_double(each) for each in outputs[: len(self.exact)]], dispatches
 
@@ -59,10 +67,21 @@ def kernel_calls(dtype: mx.Dtype) -> Iterator[KernelCall]:
     yield _norm(dtype)
     yield _rope(dtype)
     yield from (_swiglu(dtype, bits) for bits in (4, 8))
+    yield from (_norm_rope_qkv(dtype, bits) for bits in (4, 8))
+    yield from (_norm_swiglu(dtype, bits) for bits in (4, 8))
     yield from (_attention(dtype, bits, length) for length in (900, 4000) for bits in (4, 8))
 
 
 def _norm(dtype: mx.Dtype) -> KernelCall:
+    inputs, exact, composed = _stream(dtype)
+    return KernelCall("add_rms_norm", partial(add_rms_norm.fused, *inputs, EPS), list(exact), list(composed))
+
+
+Pair = tuple[np.ndarray, np.ndarray]
+
+
+def _stream(dtype: mx.Dtype) -> tuple[list[mx.array], Pair, Pair]:
+    """Stream, update and gains; the new stream and its norm, exact and by MLX's operations."""
     dim = WIDTHS["1B"].dim
     x, update, weight = (_random((1, 1, dim), dtype, seed) for seed in range(3))
     weight = weight.reshape(-1)
@@ -71,25 +90,29 @@ def _norm(dtype: mx.Dtype) -> KernelCall:
     stream = _round(h, dtype)  # both store and normalize the rounded sum
     scale = np.float32(1) / np.sqrt(np.square(stream).mean(-1, keepdims=True).astype(np.float32) + np.float32(EPS))
     # MLX's rms_norm rounds before it multiplies by the gains.
-    composed = _round(_round(stream * scale, dtype) * gain, dtype)
-    return KernelCall(
-        "add_rms_norm", partial(add_rms_norm.fused, x, update, weight, EPS), [h, exact], [stream, composed]
-    )
+    return [x, update, weight], (h, exact), (stream, _round(_round(stream * scale, dtype) * gain, dtype))
 
 
 def _rope(dtype: mx.Dtype) -> KernelCall:
     widths = WIDTHS["1B"]
     heads = widths.heads + 2 * widths.kv_heads
     qkv = _random((1, 1, heads * widths.head_dim), dtype, 3)
-    frequencies = 500000.0 ** (-np.arange(0, widths.head_dim, 2) / widths.head_dim)
+    freqs, *angles = _angles()
+    call = partial(rope_qkv.fused, qkv, widths.heads, widths.kv_heads, POSITION, freqs)
+    q = _double(qkv).reshape(heads, 2, -1)[: widths.heads]
+    exact, composed = (_rotated(q, each) for each in angles)
+    return KernelCall("rope_qkv", call, [exact], [_round(composed, dtype)])
+
+
+def _angles() -> tuple[RopeTables, np.ndarray, np.ndarray]:
+    """Tables for a far position; its exact angles, and MLX's."""
+    head_dim = WIDTHS["1B"].head_dim
+    frequencies = 500000.0 ** (-np.arange(0, head_dim, 2) / head_dim)
     inverse = mx.array(frequencies.astype(np.float32))
     freqs = RopeTables(mx.array(POSITION), inverse, 1.0 / inverse)
     # At a far position, float32 angles are off by 0.004. MLX's RoPE takes periods, and inverts them again.
     mlx_angles = np.float32(POSITION) * np.array(1.0 / freqs.periods)
-    call = partial(rope_qkv.fused, qkv, widths.heads, widths.kv_heads, POSITION, freqs)
-    q = _double(qkv).reshape(heads, 2, -1)[: widths.heads]
-    exact, composed = (_rotated(q, angles) for angles in (POSITION * frequencies, mlx_angles.astype(np.float64)))
-    return KernelCall("rope_qkv", call, [exact], [_round(composed, dtype)])
+    return freqs, POSITION * frequencies, mlx_angles.astype(np.float64)
 
 
 def _rotated(q: np.ndarray, angles: np.ndarray) -> np.ndarray:
@@ -100,21 +123,60 @@ def _rotated(q: np.ndarray, angles: np.ndarray) -> np.ndarray:
 
 
 def _swiglu(dtype: mx.Dtype, bits: int) -> KernelCall:
-    widths = WIDTHS["1B"]
-    shape = (2 * widths.hidden, widths.dim)
+    linear, matrix = _matrix(2 * WIDTHS["1B"].hidden, dtype, bits)
+    x = _random((1, 1, WIDTHS["1B"].dim), dtype, 5)
+    exact, composed = _gated(_double(x) @ matrix.T), _mlx_gated(_mlx_product(linear, x), dtype)
+    call = partial(swiglu_qmv.fused, PackedLinear([linear]), x)
+    return KernelCall(f"swiglu_qmv, {bits} bit", call, [exact], [composed])
+
+
+def _matrix(rows: int, dtype: mx.Dtype, bits: int) -> tuple[nn.QuantizedLinear, np.ndarray]:
+    """A random quantized matrix, and what it stands for in float64, `(rows, dim)`."""
+    dim = WIDTHS["1B"].dim
     linear = nn.QuantizedLinear(GROUP, 1, bias=False, group_size=GROUP, bits=bits)
-    packed = mx.quantize(_random(shape, mx.float32, 4) * widths.dim**-0.5, group_size=GROUP, bits=bits)
+    packed = mx.quantize(_random((rows, dim), mx.float32, 4) * dim**-0.5, group_size=GROUP, bits=bits)
     linear.weight, linear.scales, linear.biases = packed[0], *(each.astype(dtype) for each in packed[1:])
-    x = _random((1, 1, widths.dim), dtype, 5)
     scales, biases = linear.scales.astype(mx.float32), linear.biases.astype(mx.float32)
-    matrix = _double(mx.dequantize(linear.weight, scales, biases, group_size=GROUP, bits=bits))
-    w13 = PackedLinear([linear])
-    gate, up = np.split(_double(x) @ matrix.T, 2, axis=-1)
-    # MLX rounds both matrix products, the sigmoid, and the product with the sigmoid.
-    g, u = np.split(_mlx_product(linear, x), 2, axis=-1)
-    composed = _round(_round(g * _round(1 / (1 + np.exp(-g)), dtype), dtype) * u, dtype)
-    exact = gate / (1 + np.exp(-gate)) * up
-    return KernelCall(f"swiglu_qmv, {bits} bit", partial(swiglu_qmv.fused, w13, x), [exact], [composed])
+    return linear, _double(mx.dequantize(linear.weight, scales, biases, group_size=GROUP, bits=bits))
+
+
+def _gated(product: np.ndarray) -> np.ndarray:
+    gate, up = np.split(product, 2, axis=-1)
+    return gate / (1 + np.exp(-gate)) * up
+
+
+def _mlx_gated(product: np.ndarray, dtype: mx.Dtype) -> np.ndarray:
+    """MLX rounds both matrix products, the sigmoid, and the product with the sigmoid."""
+    g, u = np.split(product, 2, axis=-1)
+    return _round(_round(g * _round(1 / (1 + np.exp(-g)), dtype), dtype) * u, dtype)
+
+
+def _norm_swiglu(dtype: mx.Dtype, bits: int) -> KernelCall:
+    linear, matrix = _matrix(2 * WIDTHS["1B"].hidden, dtype, bits)
+    inputs, (h, normed), (stream, mlx_normed) = _stream(dtype)
+    exact = _gated(normed @ matrix.T)
+    composed = _mlx_gated(_mlx_product(linear, mx.array(mlx_normed.astype(np.float32)).astype(dtype)), dtype)
+    call = partial(norm_swiglu_qmv.fused, *inputs, EPS, PackedLinear([linear]))
+    return KernelCall(f"norm_swiglu_qmv, {bits} bit", call, [h, exact], [stream, composed])
+
+
+def _norm_rope_qkv(dtype: mx.Dtype, bits: int) -> KernelCall:
+    widths = WIDTHS["1B"]
+    heads = widths.heads + 2 * widths.kv_heads
+    linear, matrix = _matrix(heads * widths.head_dim, dtype, bits)
+    inputs, (h, normed), (stream, mlx_normed) = _stream(dtype)
+    freqs, exact_angles, mlx_angles = _angles()
+    q, mlx_q = (
+        product.reshape(heads, 2, -1)[: widths.heads]
+        for product in (
+            normed @ matrix.T,
+            _mlx_product(linear, mx.array(mlx_normed.astype(np.float32)).astype(dtype)),
+        )
+    )
+    exact, composed = _rotated(q, exact_angles), _round(_rotated(mlx_q, mlx_angles), dtype)
+    heads_and_position = (widths.heads, widths.kv_heads, POSITION, freqs)
+    call = partial(norm_rope_qkv.fused, *inputs, EPS, PackedLinear([linear]), *heads_and_position)
+    return KernelCall(f"norm_rope_qkv, {bits} bit", call, [h, exact], [stream, composed])
 
 
 def _attention(dtype: mx.Dtype, bits: int, length: int) -> KernelCall:
@@ -172,7 +234,8 @@ def print_bytes_and_errors() -> None:
 
 def print_bytes() -> None:
     """Print for each kernel the bytes read and written, relative to the sizes of its inputs and outputs."""
-    print("\nbytes at the 1B model's widths, bfloat16, one token: inputs read and outputs written, over their sizes")
+    print("\nbytes at the 1B model's widths, bfloat16, one token: inputs read and outputs written, over their sizes;")
+    print("then what threadgroups read again of inputs below 64 KB, from a cache")
     moved = least = 0
     for call in kernel_calls(mx.bfloat16):
         passes = [check(dispatch).traffic for dispatch in call.run()[1]]
@@ -186,7 +249,10 @@ def print_bytes() -> None:
         between = sum(b.size for buffers in passes[:-1] for b in buffers if b.group_written)
         needed = sum(b.size for b in traffic) - 2 * between
         moved, least = moved + traffic_bytes, least + needed
-        print(f"  {call.name:<45} {traffic_bytes:>12,} of {needed:>12,}  {traffic_bytes / needed:.4f}")
+        # What every threadgroup reads again of small inputs, from a cache.
+        again = sum(b.group_read - b.unique_read for b in traffic if b.size <= 1 << 16)
+        ratio = f"{traffic_bytes / needed:.4f}"
+        print(f"  {call.name:<45} {traffic_bytes:>12,} of {needed:>12,}  {ratio}  {again:>12,}")
     print(f"  {'all':<45} {moved:>12,} of {least:>12,}  {moved / least:.4f}")
 
 
