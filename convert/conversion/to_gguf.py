@@ -118,7 +118,10 @@ def _tokenizer(source: Source) -> tuple[Vocabulary, str | None]:
             raise UserError(
                 f"{source.path}: has no tokenizer, which llama.cpp needs; put tokenizer.json beside the weights"
             )
-        tokenizer = load_tokenizer(folder)
+        try:
+            tokenizer = load_tokenizer(folder)
+        except UserError as error:  # names the person's files, not the copies
+            raise UserError(str(error).replace(str(folder), str(source.path))) from error
         vocabulary = tokenizer.vocabulary
         if vocabulary.merges is None and (folder / "tokenizer.json").exists():
             # Merges computed from the ranks are equivalent, but several times as many.

@@ -17,7 +17,8 @@ from mlx_llama3.checkpoint.quantization import Quantization, module_quantization
 from mlx_llama3.checkpoint.tensor_shapes import expected_shapes
 from mlx_llama3.errors import UserError
 from mlx_llama3.model.config import ModelArgs
-from mlx_llama3.system.files import read_json
+from mlx_llama3.system.files import read_bytes, read_json
+from mlx_llama3.tokenizer.tokenizer import load_tokenizer
 
 import mlx.core as mx
 
@@ -61,7 +62,8 @@ def open_huggingface(folder: Path) -> Source:
     quantization = quantization_settings(config, stored, source)
     tensors = _source_tensors(args, stored, quantization, folder)
     kind = "torch" if files[0].suffix == ".bin" else "safetensors"
-    has_tokenizer = any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model"))
+    tokenizer = tokenizer_files(folder)
+    has_tokenizer = any(name in tokenizer for name in ("tokenizer.json", "tokenizer.model"))
     writer = "MLX-quantized" if quantization else "Hugging Face"
     return Source(
         path=folder,
@@ -70,8 +72,8 @@ def open_huggingface(folder: Path) -> Source:
         tensors=tensors,
         generation_config=_generation_config(folder, config),
         write_tokenizer=partial(copy_tokenizer_files, folder) if has_tokenizer else lambda target: [],
-        notes=[*_ignored(folder, files), *([] if has_tokenizer else [_NO_TOKENIZER])],
-        files=[folder / "config.json", *files, *(folder / name for name in tokenizer_files(folder))],
+        notes=[*_ignored(folder, files), *(_tokenizer_notes(folder, tokenizer) if has_tokenizer else [_NO_TOKENIZER])],
+        files=[folder / "config.json", *files, *(folder / name for name in tokenizer)],
     )
 
 
@@ -102,7 +104,25 @@ def _generation_config(folder: Path, config: Mapping[str, Any]) -> dict[str, Any
     """generation_config.json, completed with the token ids of config.json."""
     path = folder / "generation_config.json"
     ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if config.get(key) is not None}
-    return ids | (read_json(path) if path.exists() else {})
+    ids |= read_json(path) if path.exists() else {}
+    for key, value in ids.items():
+        numbers = value if isinstance(value, list) else [value]
+        if key.endswith("_token_id") and not all(number is None or type(number) is int for number in numbers):
+            raise UserError(
+                f"{folder}: {key} is {value!r:.60} in its configuration, expected a token's number or a list"
+            )
+    return ids
+
+
+def _tokenizer_notes(folder: Path, names: Sequence[str]) -> list[str]:
+    """A note if the tokenizer cannot be used here, which mlx-lm may still do; `UserError` if a file cannot be read."""
+    for name in names:
+        read_bytes(folder / name, 64)
+    try:
+        load_tokenizer(folder)
+    except UserError as error:
+        return [f"{error}; the new folder runs here, but not on text"]
+    return []
 
 
 def _read_files(files: Sequence[Path]) -> dict[str, StoredTensor]:

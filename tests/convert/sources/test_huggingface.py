@@ -9,6 +9,7 @@ from meta_checkpoint import PARAMS, meta_weights, write_meta
 from tiny_models import ARGS, quantized, random_weights, tiny_args, write_folder
 from torch_zip import bf16_bits, write_pth
 
+from convert.conversion.to_gguf import to_gguf
 from convert.sources.huggingface import open_huggingface
 from convert.sources.open import open_source
 from convert.sources.source import Source
@@ -275,3 +276,35 @@ def test_folder_that_holds_only_original(tmp_path):
     assert source.kind == "Meta checkpoint, 1 shard" and source.path == tmp_path / "original"
     embedding = source.tensors["model.embed_tokens.weight"].rows(0, PARAMS["vocab_size"])
     np.testing.assert_array_equal(embedding.astype(mx.float32), meta_weights()["tok_embeddings.weight"])
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:" + "a" * 64 + "\nsize 9085657\n"
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer.model", "tokenizer_config.json", "merges.txt"])
+def test_a_pointer_of_git_lfs_for_a_tokenizer(tmp_path, name):
+    folder = write_folder(tmp_path, ARGS, WEIGHTS)
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / name).write_text(POINTER)
+    assert f"{name}: is a pointer of git-lfs, not the file itself; run `git lfs pull`" in refused(folder)
+
+
+def test_a_tokenizer_that_cannot_be_used_here_is_noted(tmp_path, demo_folder):
+    folder = write_folder(tmp_path, ARGS, WEIGHTS)
+    document = json.loads((demo_folder / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").write_text(json.dumps(document))
+    assert open_source(folder).notes == []
+    document["added_tokens"][5]["rstrip"] = True
+    (folder / "tokenizer.json").write_text(json.dumps(document))
+    [note] = open_source(folder).notes
+    assert f"{folder}/tokenizer.json" in note and note.endswith("; the new folder runs here, but not on text")
+    with pytest.raises(UserError, match=f"{folder}/tokenizer.json"):
+        to_gguf(folder, tmp_path / "m.gguf", progress=False)
+
+
+@pytest.mark.parametrize("value", ["x", "128001", [1, "2"], 1.5, True, {}])
+def test_an_end_that_is_no_number(tmp_path, value):
+    folder = write_folder(tmp_path, ARGS, WEIGHTS, eos_token_id=value)
+    assert "eos_token_id is " in refused(folder) and "expected a token's number or a list" in refused(folder)
+    (write_folder(folder, ARGS, WEIGHTS) / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+    assert "expected a token's number or a list" in refused(folder)
