@@ -1,6 +1,7 @@
 """A multi-turn conversation: its messages, their token ids, and the KV cache.
 
 Each turn prefills only its new tokens. Replies keep the ids that the model generated; they are not encoded from text.
+Where the chat template leaves the reasoning of earlier replies out, the conversation is encoded again without it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -45,9 +46,6 @@ class Turn:
     prompt: list[int]
     reply: list[int] = field(default_factory=list)
     text: str = ""
-
-    def __len__(self) -> int:
-        return len(self.prompt) + len(self.reply)
 
 
 class Conversation:
@@ -95,6 +93,7 @@ class Conversation:
         self.prompt_ids: list[int] = []
         self._system = system
         self._turns: list[Turn] = []
+        self._cut: tuple[list[dict[str, str]], list[int] | None] = ([], None)  # of `_cut_prompt`
         self.cache_settings = cache_settings
         self._cache = self._new_cache()
         self._stream: Iterator[Step] | None = None
@@ -107,7 +106,7 @@ class Conversation:
     @property
     def ids(self) -> list[int]:
         """The token ids of the conversation up to the end of the last reply's content."""
-        return [token for turn in self._turns for token in (*turn.prompt, *turn.reply)]
+        return [*self._before_reply(self._turns), *self._turns[-1].reply] if self._turns else []
 
     @property
     def cache(self) -> list[KVCache]:
@@ -117,7 +116,7 @@ class Conversation:
     @property
     def used(self) -> int:
         """Tokens of the context that are in use."""
-        return sum(map(len, self._turns))
+        return len(self.ids)
 
     @property
     def system(self) -> str | None:
@@ -228,13 +227,27 @@ class Conversation:
         messages = [*self._messages(before), {"role": "user", "content": user}]
         return self.tokenizer.encode_after_reply(messages) if before else self.tokenizer.encode_chat(messages)
 
+    def _before_reply(self, turns: Sequence[Turn]) -> list[int]:
+        """All ids before the last turn's reply."""
+        cut = self._cut_prompt(self._messages(turns)[:-1]) if len(turns) > 1 else None
+        if cut is not None:
+            return cut
+        return [token for turn in turns[:-1] for token in (*turn.prompt, *turn.reply)] + turns[-1].prompt
+
+    def _cut_prompt(self, messages: list[dict[str, str]]) -> list[int] | None:
+        """The ids of `messages` if the template leaves a part of earlier replies out; the last result is kept."""
+        if messages != self._cut[0]:
+            cuts = self.tokenizer.cuts_answers(messages)
+            self._cut = messages, self.tokenizer.encode_chat(messages) if cuts else None
+        return self._cut[1]
+
     def _from_start(self, turns: Sequence[Turn]) -> list[Turn]:
         """The turns with the first one's prompt encoded again, so that it begins with the system prompt."""
         return [replace(turn, prompt=self._prompt([], turn.user)) for turn in turns[:1]] + list(turns[1:])
 
     def _fitting(self, turns: list[Turn], max_tokens: int | None) -> list[Turn]:
         """`turns`, the last one without its reply; under "roll" only the latest ones if they do not all fit."""
-        used = sum(map(len, turns))
+        used = len(self._before_reply(turns))
         if self.overflow == "stop":
             if used < self.capacity:
                 return turns
@@ -243,9 +256,9 @@ class Conversation:
             room = min(max_tokens or self.capacity, self.capacity // 8)
             if used + room <= self.capacity:
                 return turns
-            while len(turns) > 1 and sum(map(len, turns)) > self.capacity // 2:
+            while len(turns) > 1 and len(self._before_reply(turns)) > self.capacity // 2:
                 turns = self._from_start(turns[1:])
-            if sum(map(len, turns)) < self.capacity:
+            if len(self._before_reply(turns)) < self.capacity:
                 return turns
         new = len(turns[-1].prompt)
         if len(turns) == 1:
@@ -279,7 +292,7 @@ class Conversation:
 
     def _reply(self, turns: list[Turn], options: dict[str, Any]) -> Iterator[Step]:
         last = turns[-1]
-        context = [token for turn in turns for token in (*turn.prompt, *turn.reply)]
+        context = self._before_reply(turns)
         space = self.capacity - len(context)
         if options["max_tokens"] is None or options["max_tokens"] > space:
             options["max_tokens"] = space

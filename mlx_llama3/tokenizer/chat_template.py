@@ -64,6 +64,13 @@ class TemplateFormat:
             )
         return self._split(after[0], placeholders)
 
+    def cuts_answers(self, messages: Sequence[Message], tools: Sequence[Message] | None) -> bool:
+        """As in `ChatFormat`: whether the marked beginning of an answer is missing. Raises as `pieces` does."""
+        template = self._choose(tools)
+        placeholders = _Placeholders(self._pattern, template, messages, tools)
+        marks = Marks(self._complete(template, placeholders, messages, tools), tools, placeholders.unused)
+        return marks.cut_answer(self._render(template, placeholders, marks.messages, marks.tools, True))
+
     def _complete(
         self,
         template: str,

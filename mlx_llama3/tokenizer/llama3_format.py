@@ -34,6 +34,10 @@ class ChatFormat(Protocol):
         """The prompt after the content of message number `reply`, the assistant's, with the next answer's header."""
         ...
 
+    def cuts_answers(self, messages: Sequence[Message], tools: Sequence[Message] | None) -> bool:
+        """Whether the prompt lacks a part of an earlier answer, such as its reasoning."""
+        ...
+
 
 class Llama3Format:
     """Meta's format (`models/llama3/chat_format.py`, `llama3_1/prompt_format.md`).
@@ -53,6 +57,9 @@ class Llama3Format:
 
     def pieces_after(self, reply: int, messages: Sequence[Message], tools: Sequence[Message] | None) -> Pieces:
         return [self._end(messages[reply]), *self.pieces(messages[reply + 1 :], None, True)[1:]]
+
+    def cuts_answers(self, messages: Sequence[Message], tools: Sequence[Message] | None) -> bool:
+        return False
 
     def _header(self, role: str) -> Pieces:
         name = "ipython" if role == "tool" else role

@@ -13,7 +13,7 @@ from mlx_llama3.tokenizer.messages import Message
 class Marks:
     """One mark for each message with content, and one for each tool; `unused` gives a new character each time.
 
-    Raises nothing; the marked copies are `messages` and `tools`, of the same shape as the originals.
+    The marked copies are `messages` and `tools`.
     """
 
     def __init__(self, messages: Sequence[Message], tools: Sequence[Message] | None, unused: Callable[[], str]) -> None:
@@ -36,13 +36,12 @@ class Marks:
             and _count(rendered, mark) < (1 if message["role"] == "assistant" else 2)
         ]
 
-    def cut(self, rendered: str) -> list[int]:
-        """The numbers of the answers, from 0, whose beginning is not in `rendered`."""
-        return [
-            number
-            for number, (message, mark) in enumerate(zip(self._originals, self._marks, strict=True))
-            if mark and message["role"] == "assistant" and _count(rendered, mark) < 2
-        ]
+    def cut_answer(self, rendered: str) -> bool:
+        """Whether `rendered` lacks the beginning of an answer, which is its reasoning."""
+        return any(
+            mark and message["role"] == "assistant" and _count(rendered, mark) < 2
+            for message, mark in zip(self._originals, self._marks, strict=True)
+        )
 
     def tools_left_out(self, rendered: str) -> bool:
         """Whether `rendered` lacks the name of a tool."""

@@ -147,6 +147,13 @@ class Tokenizer:
             raise PromptError("messages: there is no answer of the assistant's to go on from")
         return self._ids(chat_format.pieces_after(reply, checked, read_tools(tools)))
 
+    def cuts_answers(self, messages: Sequence[Mapping[str, Any]], *, tools: Any = None) -> bool:
+        """Whether `encode_chat` leaves a part of earlier answers out, as templates do with the reasoning of R1.
+
+        If so, a cache that holds those answers is no beginning of the prompt. Raises `PromptError` as `encode_chat`.
+        """
+        return self._need_format().cuts_answers(read_messages(messages), read_tools(tools))
+
     def _chat(self, messages: Sequence[Mapping[str, Any]], tools: Any, generation_prompt: bool) -> Pieces:
         chat_format, checked = self._need_format(), read_messages(messages, need_user=generation_prompt)
         return chat_format.pieces(checked, read_tools(tools), generation_prompt)

@@ -408,3 +408,48 @@ def test_bad_files_are_refused_in_one_line(model, tokenizer, change, complaint) 
 def test_what_is_not_json_is_refused(model, tokenizer) -> None:
     with pytest.raises(UserError, match="talk.json is not JSON"):
         Conversation.from_json("{", model, tokenizer, source="talk.json")
+
+
+THINKING = """{% for m in messages %}<|im_start|>{{ m.role }}
+{% if m.role == "assistant" %}{{ m.content.split("</think>")[-1] | trim }}{% else %}{{ m.content }}{% endif %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+<think>
+{% endif %}"""
+
+
+@pytest.fixture
+def thinker(model, tokenizer) -> Conversation:
+    """A chat whose template leaves the reasoning of earlier replies out, as that of DeepSeek-R1-Distill-Llama."""
+    template = Tokenizer(tokenizer.vocabulary, templates={"default": THINKING})
+    return Conversation(model, template, system="Be brief.", max_context=200)
+
+
+def test_reasoning_of_earlier_replies_leaves_the_context(thinker, model) -> None:
+    tokenizer = thinker.tokenizer
+    say(thinker, "one plus one?", "one and one, so two.\n</think>\n\nTwo.")
+    assert thinker.messages[-1]["content"].startswith("one and one")
+    whole = thinker.ids  # before the next message the cache holds the reasoning, and a retry or a trace needs it
+    assert "so two" in tokenizer.decode(whole)
+    say(thinker, "and three?", "three, hm.\n</think>\n\nFour.")
+    assert thinker.prompt_ids == tokenizer.encode_chat(thinker.messages[:-1])
+    assert "so two" not in tokenizer.decode(thinker.prompt_ids) and "Two." in tokenizer.decode(thinker.prompt_ids)
+    assert thinker.ids == [*thinker.prompt_ids, *tokenizer.encode("three, hm.\n</think>\n\nFour.")]
+    assert thinker.used == len(thinker.ids)
+    # Only what follows the first reply's header is fed, and the keys are those of the ids.
+    assert model.prompts[1] == thinker.fed < len(thinker.prompt_ids) - 20
+    thinker.cut_cache(len(thinker.prompt_ids))
+    ids, cache = thinker.prompt_ids, thinker.cache
+    assert cache[0].offset == len(ids)
+    model._script = []
+    got = model.head(model.residual(mx.array([[5]]), len(ids), cache))[0, -1]
+    np.testing.assert_allclose(np.array(got), np.array(model.plain_logits([*ids, 5])), rtol=1e-4, atol=1e-4)
+    thinker.undo()
+    assert thinker.ids == whole
+
+
+def test_reasoning_does_not_fill_the_context(model, tokenizer, thinker) -> None:
+    for number in range(6):  # with their reasoning, the replies take more than 200 tokens
+        say(thinker, f"{number}?", "so " * 50 + "\n</think>\nYes.")
+        assert thinker.prompt_ids == thinker.tokenizer.encode_chat(thinker.messages[:-1])
+        assert thinker.dropped == 0
+    assert len(thinker.messages) == 13
