@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from convert.conversion.fp4 import quantize
 from convert.conversion.recipe import Recipe
 from convert.sources.source import Source, SourceTensor
 from convert.storage.safetensors_writer import Entry
@@ -73,7 +74,7 @@ class PlanStep:
         if quantization is None:
             return dense.astype(mx.float32)
         settings = _settings(quantization)
-        weight, scales, *biases = mx.quantize(dense, **settings)
+        weight, scales, *biases = quantize(dense, **settings)
         if biases:
             # In float32, because 16-bit arithmetic would round twice.
             scales, biases = scales.astype(mx.float32), [biases[0].astype(mx.float32)]
@@ -153,7 +154,13 @@ def make_plan(
         as_is = quantization is not None and quantization == tensor.quantization
         # Copied scales keep their own dtype: another one would change the values.
         steps.append(
-            PlanStep(tensor, own_dtypes[tensor.name] if as_is and dtype is None else main, quantization, as_is)
+            PlanStep(
+                tensor,
+                own_dtypes[tensor.name] if as_is and dtype is None else main,
+                quantization,
+                # With an adapter fused there is nothing to copy.
+                as_is and tensor.base is None,
+            )
         )
     ids = {key: value for key, value in source.generation_config.items() if key.endswith("_token_id")}
     settings = {**to_hf(source.args), **ids, "torch_dtype": _DTYPE_NAMES[main]}
