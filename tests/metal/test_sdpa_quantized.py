@@ -138,9 +138,10 @@ def test_views_are_read_in_place():
     layout, lengths = PackedLayout(64, 4), (20, 70)
     q, dense, packed = inputs(layout, lengths, group=3, S=2)
     wide = mx.concatenate([q, q + 1], axis=1).transpose(0, 2, 1, 3)
+    wide = mx.contiguous(mx.repeat(wide, 2, axis=3))  # (B, S, heads, 2 * head_dim)
     views = (
-        mx.contiguous(wide).transpose(0, 2, 1, 3)[:, :6],
-        mx.concatenate([dense, dense + 1], axis=2)[:, :, :2],
+        wide.transpose(0, 2, 1, 3)[:, :6, :, ::2],
+        mx.tile(mx.concatenate([dense, dense + 1], axis=2), (1, 1, 1, 1, 2))[:, :, :2, :, :64],
         mx.concatenate([packed, packed], axis=3)[..., : layout.words],
     )
     exact = attention64(q, dense, packed, lengths, 0.125, layout)
