@@ -91,7 +91,8 @@ def to_gguf(
     """
     started = time.perf_counter()
     opened, target = open_source(source, rope_factor=rope_factor), Path(target)
-    check_gguf_target(target)
+    if overwrite:
+        check_gguf_target(target)
     check_source_stays(opened.files, target)
     if adapter is not None:
         opened = with_adapter(opened, Path(adapter))

@@ -8,6 +8,7 @@ from convert.sources.gguf import open_gguf
 from convert.sources.huggingface import open_huggingface, weight_files
 from convert.sources.meta import is_meta_folder, open_meta
 from convert.sources.source import Source
+from convert.storage.staged_folder import disk_errors_told
 from mlx_llama3.checkpoint.folder import adapter_hint, misnamed_hint
 from mlx_llama3.errors import UserError
 
@@ -20,7 +21,12 @@ def open_source(path: Path | str, *, rope_factor: float | None = None, exact_sca
     `rope_factor` is only for Meta's checkpoints (`meta.open_meta`), `exact_scales` only for GGUF (`gguf.open_gguf`).
     Raises `UserError` if an option is not for this kind, or if the path holds no checkpoint.
     """
-    opener, location = _recognised(Path(path))
+    with disk_errors_told(Path(path)):
+        return _open(Path(path), rope_factor, exact_scales)
+
+
+def _open(path: Path, rope_factor: float | None, exact_scales: bool) -> Source:
+    opener, location = _recognised(path)
     if rope_factor is not None and opener is not open_meta:
         raise UserError(f"{path}: --rope-factor is for Meta's checkpoints; this one states its own, leave it out")
     if exact_scales and opener is not open_gguf:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from convert.storage.staged_folder import disk_full_told, flush
+from convert.storage.staged_folder import disk_errors_told, flush
 from mlx_llama3.errors import UserError
 from mlx_llama3.system.locks import try_lock
 
@@ -32,7 +32,7 @@ def staged_file(target: Path, *, overwrite: bool = False) -> Iterator[BinaryIO]:
     except OSError as error:
         raise UserError(f"{target}: cannot be written: {error.strerror}; choose another target") from error
     try:
-        with disk_full_told(target), open(partial, "wb") as file:
+        with disk_errors_told(target), open(partial, "wb") as file:
             try_lock(file)  # always succeeds: the file is new
             yield file
             file.flush()
@@ -46,13 +46,17 @@ def staged_file(target: Path, *, overwrite: bool = False) -> Iterator[BinaryIO]:
 
 def check_file_target(target: Path, *, overwrite: bool) -> None:
     """Raise `UserError` if `target` is a folder, or exists and `overwrite` is not set."""
-    if target.is_dir() or (target.exists() and not overwrite):
+    with disk_errors_told(target):  # the name is too long, or a folder above may not be searched
+        refused = target.is_dir() or (target.exists() and not overwrite)
+    if refused:
         hint = "give the name of a file" if target.is_dir() else "give another, or --overwrite to replace it"
         raise UserError(f"{target}: exists already; {hint}")
 
 
 def _remove_leftovers(target: Path) -> None:
     for leftover in target.parent.glob(f".{glob.escape(target.name)}.partial-*"):
+        if leftover.is_symlink() or not leftover.is_file():
+            continue  # not ours
         with open(leftover, "rb") as file:
             if not try_lock(file):
                 raise UserError(f"{target}: another conversion is writing it now; wait for it")

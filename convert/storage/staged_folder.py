@@ -30,7 +30,8 @@ def staged_folder(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
             writable; the disk is full.
     """
     target = Path(os.path.abspath(target))
-    _clean(target)
+    with disk_errors_told(target):
+        _clean(target)
     check_folder_target(target, overwrite=overwrite)
     staging = target.with_name(f".{target.name}.partial-{os.getpid()}")
     try:
@@ -41,12 +42,12 @@ def staged_folder(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
     lock = os.open(staging, os.O_RDONLY)
     try:
         try_lock(lock)
-        with disk_full_told(target):
+        with disk_errors_told(target):
             yield staging
             for path in staging.rglob("*"):
                 flush(path)
             flush(staging)
-        _replace(staging, target)
+            _replace(staging, target)
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise
@@ -55,33 +56,41 @@ def staged_folder(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
 
 
 @contextmanager
-def disk_full_told(target: Path) -> Iterator[None]:
-    """Turn the system's error for a full disk into a `UserError` that names the target."""
+def disk_errors_told(target: Path) -> Iterator[None]:
+    """Turn the system's errors into a `UserError` that names the file, or the target if the system names none."""
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        raise UserError(f"{target}: the disk is full; make room, or choose a target on another disk") from error
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise UserError(f"{target}: the disk is full; make room, or choose a target on another disk") from error
+        file = error.filename or target
+        raise UserError(
+            f"{file}: {error.strerror or error}; check the file and its folder, or choose another"
+        ) from error
 
 
 def check_disk(target: Path, needed: int) -> None:
     """Raise `UserError` if the disk of `target` has less than `needed` bytes free."""
-    place = next(folder for folder in target.absolute().parents if folder.exists())
-    free = shutil.disk_usage(place).free
+    with disk_errors_told(target):
+        place = next(folder for folder in target.absolute().parents if folder.exists())
+        free = shutil.disk_usage(place).free
     if free < needed:
         raise UserError(f"{target}: needs {needed / 1e9:.2f} GB, but the disk has {free / 1e9:.2f} GB free; make room")
 
 
 def check_folder_target(target: Path, *, overwrite: bool) -> None:
     """Raise `UserError` if `target` exists and `overwrite` is not set, or if it is neither a model folder nor empty."""
-    if not target.exists() and not target.is_symlink():
+    with disk_errors_told(target):  # the name is too long, or a folder above may not be searched
+        exists = target.exists() or target.is_symlink()
+    if not exists:
         return
     if not overwrite:
         raise UserError(f"{target}: exists already; give another target, or --overwrite to replace it")
     # A folder of anything else is not replaced: its name may be a mistake.
-    if not target.is_dir() or target.is_symlink() or (any(target.iterdir()) and not (target / "config.json").exists()):
-        raise UserError(f"{target}: is not a model folder, so it is not overwritten; give another target")
+    with disk_errors_told(target):
+        plain = target.is_dir() and not target.is_symlink()
+        if not plain or (any(target.iterdir()) and not (target / "config.json").exists()):
+            raise UserError(f"{target}: is not a model folder, so it is not overwritten; give another target")
 
 
 def _replace(staging: Path, target: Path) -> None:
@@ -99,11 +108,15 @@ def _replace(staging: Path, target: Path) -> None:
 def _clean(target: Path) -> None:
     """Remove what dead processes left beside `target`; restore a `target` that one had renamed but not yet replaced."""
     for aside in target.parent.glob(f".{glob.escape(target.name)}.replaced-*"):
+        if aside.is_symlink() or not aside.is_dir():
+            continue  # not ours
         if target.exists():
             carry_over(aside, target)
         else:
             aside.rename(target)
     for staging in target.parent.glob(f".{glob.escape(target.name)}.partial-*"):
+        if staging.is_symlink() or not staging.is_dir():
+            continue
         lock = os.open(staging, os.O_RDONLY)
         try:
             if not try_lock(lock):

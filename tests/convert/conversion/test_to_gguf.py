@@ -201,7 +201,9 @@ def test_what_is_refused(tmp_path, target):
     refused("has no tokenizer", llama_cpp_record.DATA / "llama3-1shard", target)
     target.write_text("keep me")
     refused("exists already.*--overwrite", source, target)
+    refused("is no GGUF file, so it is not overwritten", source, target, overwrite=True)
     assert target.read_text() == "keep me"
+    target.write_bytes(b"GGUF of an earlier run")
     to_gguf(source, target, overwrite=True, progress=False)
     assert read_gguf(target).tensors
 

@@ -1,5 +1,8 @@
 """The kind of a checkpoint is recognised by what is there, whatever its name."""
 
+import errno
+from pathlib import Path
+
 import pytest
 from tiny_gguf import write_tiny
 from tiny_models import ARGS, random_weights, write_folder
@@ -37,3 +40,20 @@ def test_files_of_a_macs_exfat_disk_are_no_part_of_a_model(tmp_path):
         "config.json", "model.safetensors", "tokenizer.json", "tool_use.jinja",
     ]  # fmt: skip
     assert not any("._" in note for note in source.notes)
+
+
+def test_errors_of_the_file_system_are_one_sentence(tmp_path, monkeypatch):
+    """A closed folder, to a person who is not root."""
+    folder = write_folder(tmp_path / "m", ARGS, random_weights(ARGS))
+    first = Path.iterdir
+
+    def closed(path: Path):
+        if path == folder:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return first(path)
+
+    monkeypatch.setattr(Path, "iterdir", closed)
+    with pytest.raises(UserError, match="m: Permission denied; check the file and its folder"):
+        open_source(folder)
+    with pytest.raises(UserError, match="File name too long"):
+        open_source(tmp_path / ("a" * 300))

@@ -8,6 +8,7 @@ import textwrap
 
 import pytest
 
+from convert.storage.staged_file import staged_file
 from convert.storage.staged_folder import staged_folder
 from mlx_llama3.errors import UserError
 
@@ -50,8 +51,8 @@ def test_all_is_flushed_before_it_appears_and_the_rename_after(tmp_path, monkeyp
 def test_disk_that_becomes_full(tmp_path):
     with pytest.raises(UserError, match="out: the disk is full; make room"), staged_folder(tmp_path / "out"):
         raise OSError(errno.ENOSPC, "No space left on device")
-    with pytest.raises(PermissionError), staged_folder(tmp_path / "out"):
-        raise PermissionError(errno.EACCES, "Permission denied")
+    with pytest.raises(UserError, match="^f: Permission denied; check the file"), staged_folder(tmp_path / "out"):
+        raise PermissionError(errno.EACCES, "Permission denied", "f")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -147,3 +148,24 @@ def test_a_run_that_is_alive_is_left_alone(tmp_path):
         assert (folder / "x").exists()
     assert names(tmp_path) == ["model"]
     assert os.listdir(tmp_path / "model") == ["x"]
+
+
+@pytest.mark.parametrize("overwrite", [True, False])
+@pytest.mark.parametrize("staged", [staged_folder, staged_file])
+def test_a_name_that_is_too_long_is_told(tmp_path, staged, overwrite):
+    for target in (tmp_path / ("a" * 300), tmp_path / ("a" * 300) / "model", tmp_path / ("b" * 250)):
+        with pytest.raises(UserError, match="File name too long"), staged(target, overwrite=overwrite):
+            pass
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("kind", ["partial", "replaced"])
+def test_strangers_with_the_names_of_leftovers_are_left_alone(tmp_path, kind):
+    (tmp_path / f".model.{kind}-1").write_text("mine")
+    (tmp_path / f".model.{kind}-2").symlink_to("/nowhere")
+    with staged_folder(tmp_path / "model") as folder:
+        (folder / "config.json").write_text("{}")
+    assert names(tmp_path) == [f".model.{kind}-1", f".model.{kind}-2", "model"]
+    with staged_file(tmp_path / "model.gguf") as file:
+        file.write(b"GGUF")
+    assert (tmp_path / f".model.{kind}-1").read_text() == "mine"
