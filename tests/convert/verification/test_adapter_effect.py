@@ -1,6 +1,7 @@
 """`verify` with an adapter: a folder that lost the adapter is not verified, though each tensor is within its bound."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -62,6 +63,9 @@ def test_folder_that_has_the_adapter(tmp_path, base, adapter):
     assert verification.effect.size > 5 * verification.effect.off > 0
     assert len(verification.lost) == 2 * ARGS.n_layers and max(verification.lost.values()) < 0.1
     assert "the folder keeps " in str(verification) and str(verification).endswith("\nverified")
+    # The predictions alone can refute a folder, too.
+    half = replace(verification, effect=AdapterEffect(size=2, kept=0.5, uncertainty=0, off=1))
+    assert not half.ok and "\nWRONG: the adapter changes" in str(half) and str(half).endswith("NOT VERIFIED")
 
 
 @pytest.mark.parametrize("run", [True, False])
