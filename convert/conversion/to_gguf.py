@@ -24,6 +24,7 @@ from convert.lora.fuse import with_adapter
 from convert.lora.loss import lost_share
 from convert.sources.open import open_source
 from convert.sources.source import Source, SourceTensor
+from convert.storage.file_states import check_unchanged, file_states
 from convert.storage.overwriting import check_gguf_target, check_source_stays
 from convert.storage.staged_file import staged_file
 from convert.storage.staged_folder import check_disk
@@ -162,11 +163,12 @@ def write_model(
     if source.args.rope_scaling:
         factors = rope_factors(source.args)
         outputs.append(TensorOutput(ROPE_FACTORS, factors.shape, "F32", lambda: iter([factors.view(np.uint8)])))
-    size = file_size(metadata, outputs)
+    size, before = file_size(metadata, outputs), file_states(source.files)
     check_disk(target, size)
     with staged_file(target, overwrite=overwrite) as file, ProgressBar(size, len(outputs), shown=progress) as bar:
         tracked = [replace(output, blocks=partial(_track, output, bar, n)) for n, output in enumerate(outputs, 1)]
         write_gguf(file, metadata, tracked)
+        check_unchanged(before)
     return Counter(output.type for output in outputs)
 
 

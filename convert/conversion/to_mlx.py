@@ -21,6 +21,7 @@ from convert.conversion.updates import hold_updates, loss_notes
 from convert.lora.fuse import with_adapter
 from convert.sources.open import open_source
 from convert.sources.source import Source
+from convert.storage.file_states import check_unchanged, file_states
 from convert.storage.overwriting import carried_over, check_source_stays
 from convert.storage.safetensors_writer import SafetensorsWriter
 from convert.storage.staged_folder import check_disk, check_folder_target, staged_folder
@@ -75,6 +76,7 @@ def convert(
     if adapter is not None:
         opened = with_adapter(opened, Path(adapter))
     check_source_stays(opened.files, target)
+    before = file_states(opened.files)
     kept = carried_over(target) if target.exists() else []
     plan, held = hold_updates(make_plan(opened, dtype=dtype, recipe=recipe, dequantize=dequantize), progress=progress)
     check_disk(target, plan.nbytes + _SPARE_BYTES)
@@ -82,6 +84,7 @@ def convert(
     with staged_folder(target, overwrite=overwrite) as folder:
         checksums = _write_tensors(plan, folder, progress, on_progress)
         _write_other_files(opened, plan, folder, checksums, notes)
+        check_unchanged(before)
     return Report(
         source=opened.path,
         kind=opened.kind,
