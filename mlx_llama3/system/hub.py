@@ -278,6 +278,8 @@ def _raise_user_error(error: Exception, repository: str, revision: str | None) -
             text = "neither a folder here nor a model on the hub: check the name; if private, run `hf auth login`"
         case errors.HFValidationError():
             text = f"no possible name on the hub: {str(error).splitlines()[0]}"
+        case UnicodeEncodeError():
+            text = "your access token holds letters that no token has: correct HF_TOKEN, or run `hf auth login`"
         case _ if status in (401, 403):
             text = "the hub refuses your access token: run `hf auth login` with one that may read this model"
         case _ if status is not None:

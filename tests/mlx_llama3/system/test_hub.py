@@ -297,3 +297,9 @@ def test_faults_of_the_disk(fault, expected):
 def test_a_fault_of_the_program_stays_one():
     with pytest.raises(ValueError, match="unheard of"):
         names._raise_user_error(ValueError("unheard of"), "org/model", None)
+
+
+def test_a_token_that_is_not_ascii(hub, environment):
+    hub.repositories["org/m"] = Repository(dict(MODEL))
+    [[kind, text]] = resolve(environment | {"HF_TOKEN": "hf_é"}, "org/m")
+    assert kind == "error" and "token holds letters that no token has: correct HF_TOKEN" in text
