@@ -12,6 +12,7 @@ from mlx_llama3.conversation import saved as saved_conversation
 from mlx_llama3.conversation.system_prefix import keep_system_prefix
 from mlx_llama3.errors import UserError
 from mlx_llama3.generation.speculative.speculation import Speculation
+from mlx_llama3.generation.stop_strings import all_stop_ids
 from mlx_llama3.generation.stream import Step, generate
 from mlx_llama3.model.cache.kv_cache import KVCache
 from mlx_llama3.model.cache.prefix import PrefixCache
@@ -292,7 +293,7 @@ class Conversation:
 
     def _reply(self, turns: list[Turn], options: dict[str, Any]) -> Iterator[Step]:
         last = turns[-1]
-        context = self._before_reply(turns)
+        context, stop_ids = self._before_reply(turns), all_stop_ids(self.tokenizer, options.get("stop", ()))
         space = self.capacity - len(context)
         if options["max_tokens"] is None or options["max_tokens"] > space:
             options["max_tokens"] = space
@@ -309,16 +310,16 @@ class Conversation:
                 yield step
         finally:
             self._cache.set_ids(context + tokens)
-            last.reply = self._content(tokens, last.text)
+            last.reply = self._content(tokens, last.text, stop_ids)
             if last.text.strip():
                 self._turns = turns
 
-    def _content(self, tokens: list[int], text: str) -> list[int]:
+    def _content(self, tokens: list[int], text: str, stop_ids: frozenset[int]) -> list[int]:
         """The ids whose text is `text`: without a stop id, a stop string, or an incomplete character.
 
         A stop string may begin inside a token; only that token's text before it is encoded again.
         """
-        end = len(tokens) - 1 if tokens and tokens[-1] in self.tokenizer.stop_ids else len(tokens)
+        end = len(tokens) - 1 if tokens and tokens[-1] in stop_ids else len(tokens)
         while not text.startswith(decoded := self.tokenizer.decode(tokens[:end])):
             end -= 1
         return tokens[:end] + self.tokenizer.encode(text[len(decoded) :])

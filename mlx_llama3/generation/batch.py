@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from mlx_llama3.generation.nan_check import nan_error
 from mlx_llama3.generation.sampling import Sampler, Sampling
-from mlx_llama3.generation.stop_strings import StopStrings
+from mlx_llama3.generation.stop_strings import StopStrings, all_stop_ids
 from mlx_llama3.generation.stream import SHORTEN, check_counts, check_prompt, next_text
 from mlx_llama3.model.cache.batch import BatchKVCache, Rows, joined, selected
 from mlx_llama3.model.cache.memory import context_bytes
@@ -97,7 +97,7 @@ class _Row:
         self._texts: list[str] = []
         self._reason: str | None = None
         self._detokenizer, self._stops = tokenizer.detokenizer(), StopStrings(request.stop)
-        self._stop_ids = tokenizer.stop_ids
+        self._stop_ids = all_stop_ids(tokenizer, request.stop)
         self._vocab_size = model.args.vocab_size
         self.sampler: Sampler | None = None
 

@@ -3,6 +3,21 @@
 from collections.abc import Sequence
 
 from mlx_llama3.errors import UserError
+from mlx_llama3.tokenizer.tokenizer import Tokenizer
+
+
+def all_stop_ids(tokenizer: Tokenizer, stops: Sequence[str]) -> frozenset[int]:
+    """The ids that end an answer: the tokenizer's, and those of the control tokens that are named in `stops`.
+
+    Raises `UserError` for a stop string with a control token beside other text. It could never be found, because
+    control tokens are no text.
+    """
+    stops, special = [stops] if isinstance(stops, str) else stops, tokenizer.special_tokens
+    for stop in stops:
+        name = next((name for name in special if name in stop and stop not in special), None)
+        if name is not None:
+            raise UserError(f"the stop string {stop!r} has text beside the control token {name}; give {name} alone")
+    return tokenizer.stop_ids.union(special[stop] for stop in stops if stop in special)
 
 
 class StopStrings:

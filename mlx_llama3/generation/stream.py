@@ -1,6 +1,6 @@
 """`generate`: the stream of tokens with their text, and the checks of its arguments."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -10,7 +10,7 @@ from mlx_llama3.errors import UserError
 from mlx_llama3.generation.decoding import decode, prefill
 from mlx_llama3.generation.nan_check import nan_error
 from mlx_llama3.generation.sampling import Sampler, Sampling
-from mlx_llama3.generation.stop_strings import StopStrings
+from mlx_llama3.generation.stop_strings import StopStrings, all_stop_ids
 from mlx_llama3.model.cache.double_buffered import DoubleBufferedKVCache
 from mlx_llama3.model.cache.kv_cache import KVCache
 from mlx_llama3.model.cache.memory import layer_bytes
@@ -56,7 +56,7 @@ def generate(
     ids: Sequence[int],
     *,
     max_tokens: int = 256,
-    stop: Iterable[str] = (),
+    stop: Sequence[str] = (),
     logprobs: int | None = None,
     cache: list[KVCache] | None = None,
     history: Sequence[int] = (),
@@ -72,7 +72,7 @@ def generate(
         ids: the prompt; with a `cache`, only the tokens that are not in it yet.
         max_tokens: the most tokens to generate; fewer if the context window ends first. Either way the last step's
             finish_reason is "length".
-        stop: strings that end the text; they are not part of it.
+        stop: strings that end the text; they are not part of it. The name of a control token stands for the token.
         logprobs: n gives every step the log-probabilities of its token and of the n best; None gives none.
         cache: from `model.make_cache()`; extended in place. Afterwards it contains the prompt and all tokens, with or
             without the last one: see `cache[0].offset`.
@@ -96,6 +96,7 @@ def generate(
     check_context(model, cache, len(ids) + (last if max_tokens < room else min(last, KVCache.STEP)))
     sampler = Sampler(Sampling(**sampling), model.args.vocab_size, [*history, *ids])
     detokenizer, stops = tokenizer.detokenizer(), StopStrings(stop)
+    stop_ids = all_stop_ids(tokenizer, stop)
     capture = _norm_capture(model) if trace else None
     runner = capture.model if capture else model
     if draft is not None:
@@ -108,7 +109,7 @@ def generate(
             if choice.is_nan:
                 raise nan_error(model, [*history, *ids])
             token = choice.token.item()
-            text, reason = next_text(token, detokenizer, stops, tokenizer.stop_ids, is_last=count == last)
+            text, reason = next_text(token, detokenizer, stops, stop_ids, is_last=count == last)
             yield Step(token, text, reason, *choice.read_logprobs(), capture and capture.read(choice.norms))
             if reason is not None:
                 return

@@ -410,6 +410,13 @@ def test_what_is_not_json_is_refused(model, tokenizer) -> None:
         Conversation.from_json("{", model, tokenizer, source="talk.json")
 
 
+def test_a_control_token_that_stops_an_answer_is_not_part_of_the_reply(chat, tokenizer) -> None:
+    chat.model.replies = [[*tokenizer.encode("Yes."), tokenizer.special_tokens["<|im_start|>"]]]
+    list(chat.send("Well?", stop=["<|im_start|>"]))
+    assert chat.messages[-1]["content"] == "Yes."
+    assert chat.ids == expected_ids(chat)
+
+
 THINKING = """{% for m in messages %}<|im_start|>{{ m.role }}
 {% if m.role == "assistant" %}{{ m.content.split("</think>")[-1] | trim }}{% else %}{{ m.content }}{% endif %}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant

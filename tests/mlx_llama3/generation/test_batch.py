@@ -6,7 +6,7 @@ from tiny_models import tiny_args, tiny_model
 
 from mlx_llama3.errors import UserError
 from mlx_llama3.generation import batch as batches
-from mlx_llama3.generation.batch import Answer, Request, generate_batch, largest_batch
+from mlx_llama3.generation.batch import Answer, Request, _Row, generate_batch, largest_batch
 from mlx_llama3.generation.sampling import Sampling
 from mlx_llama3.generation.stream import generate
 from mlx_llama3.model.cache.batch import BatchKVCache, Rows, joined, selected
@@ -148,3 +148,9 @@ def test_memory_bounds_the_batch(model, monkeypatch):
     monkeypatch.setattr(batches, "free_memory", lambda: row)
     with pytest.raises(UserError, match="an answer of 200 tokens with its prompt needs"):
         largest_batch(model, requests, 8)
+
+
+def test_a_stop_string_that_names_a_control_token_stops_its_row(model, llama31):
+    name = next(name for name, n in llama31.special_tokens.items() if n not in llama31.stop_ids)
+    rows = [_Row(0, Request(ids(5, 0), 12, stop=stop), model, llama31) for stop in ((name,), ())]
+    assert [row.add(llama31.special_tokens[name]) for row in rows] == [False, True]

@@ -138,6 +138,21 @@ def test_the_context_ends_the_answer(tokenizer):
     assert (len(steps), steps[-1].finish_reason) == (4, "length")
 
 
+def test_a_stop_string_that_names_a_control_token_stops_there(talker, tokenizer):
+    name = "<|im_start|>"
+    assert tokenizer.special_tokens[name] not in tokenizer.stop_ids
+    said = [*tokenizer.encode("Hello there"), tokenizer.special_tokens[name], *tokenizer.encode(" and on")]
+    for stop, count in (((name,), 3), (name, 3), (("and", name), 3), (("never",), len(said)), ((), len(said))):
+        talker.replies = [said]
+        steps = list(generate(talker, tokenizer, PROMPT, max_tokens=len(said), stop=stop))
+        assert (len(steps), steps[-1].finish_reason) == (count, "stop" if count == 3 else "length")
+    talker.replies = [tokenizer.encode(f"Plain {name} text")]  # the name as plain text is a stop string as any other
+    steps = list(generate(talker, tokenizer, PROMPT, max_tokens=20, stop=[name]))
+    assert ("".join(step.text for step in steps), steps[-1].finish_reason) == ("Plain ", "stop")
+    with pytest.raises(UserError, match=r"has text beside the control token <\|im_start\|>; give <\|im_start\|> alone"):
+        list(generate(talker, tokenizer, PROMPT, stop=["\n" + name]))
+
+
 @pytest.mark.parametrize(
     "text",
     [
