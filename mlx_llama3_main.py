@@ -1,7 +1,7 @@
 """The door of the program: what the command `mlx-llama3` and `python -m mlx_llama3` start.
 
-The program's folders are called `app` and `convert`, as many people's own files are. A person's `app.py` that comes first
-on the path must not stand in for them, so they are looked for beside this file before anywhere else.
+The program's folders are called `app` and `convert`, as many people's own files are. A person's `app.py` that comes
+first on the path must not stand in for them, so they are looked for beside this file before anywhere else.
 
     python -m mlx_llama3_main MODULE [ARGUMENT ...]
 
