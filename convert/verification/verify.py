@@ -1,4 +1,4 @@
-"""Verifies a conversion: reads the folder again, compares all tensors with the source, and runs both on one text."""
+"""Verifies a conversion: reads the folder again, compares tensors and tokenizer with the source's, and runs both."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,6 +16,7 @@ from convert.verification.adapter_effect import AdapterEffect, adapter_effect, l
 from convert.verification.compare import Comparison, compare
 from convert.verification.layerwise_logits import run_layerwise
 from convert.verification.sample_text import TEXT
+from convert.verification.tokenizer_comparison import Verdict, compare_tokenizers
 from mlx_llama3.errors import UserError
 from mlx_llama3.tokenizer.tokenizer import load_tokenizer
 
@@ -55,14 +56,33 @@ class Verification:
     divergence: Divergence | None
     lost: Mapping[str, float] = field(default_factory=dict)
     effect: AdapterEffect | None = None
+    tokenizer: Sequence[Verdict] = ()
+
+    @property
+    def verdicts(self) -> list[Verdict]:
+        """One for each part: configuration, tensors, tokenizer, chat template, stop ids, behaviour."""
+        verdicts = [Verdict("configuration", not self.differences, f"{len(self.differences)} differences")]
+        if self.differences:
+            verdicts.append(Verdict("tensors", None, "because the configurations differ"))
+        else:
+            bad = sum(not (c.exact or c.within) for c in self.comparisons) + len(self._lost)
+            words = f"{len(self.comparisons)} compared, {bad} wrong"
+            verdicts.append(Verdict("tensors", not bad, words))
+        return [*verdicts, *self.tokenizer, self._behaviour]
+
+    @property
+    def _behaviour(self) -> Verdict:
+        if self.divergence is None:
+            return Verdict("behaviour", None, "the models were not run")
+        arrived = self.effect is None or self.effect.ok
+        return Verdict("behaviour", arrived, f"run on {self.divergence.tokens} tokens of text")
 
     @property
     def ok(self) -> bool:
-        """Whether the configurations agree, every tensor is exact or within the bound of its quantization, and a fused
-        adapter arrived.
+        """Whether no part is wrong: the configurations, the tokenizers, templates and stop ids agree, every tensor is
+        exact or within the bound of its quantization, and a fused adapter arrived.
         """
-        tensors = not self.differences and all(c.exact or c.within for c in self.comparisons)
-        return tensors and not self._lost and (self.effect is None or self.effect.ok)
+        return all(verdict.ok is not False for verdict in self.verdicts)
 
     @property
     def _lost(self) -> list[str]:
@@ -93,6 +113,7 @@ class Verification:
             ]
         if self.effect:
             lines.append(f"{'' if self.effect.ok else 'WRONG: '}{self.effect}")
+        lines += map(str, self.verdicts)
         return "\n".join([*lines, "verified" if self.ok else "NOT VERIFIED"])
 
 
@@ -136,7 +157,8 @@ def verify(
         lost = lost_updates(target, source)
     if run and not differences:
         divergence, effect = _run(target, source, text or TEXT, progress)
-    return Verification(Path(folder), source.kind, comparisons, differences, divergence, lost, effect)
+    tokenizer = compare_tokenizers(target, source)
+    return Verification(Path(folder), source.kind, comparisons, differences, divergence, lost, effect, tokenizer)
 
 
 def _differences(target: Source, source: Source) -> list[str]:
