@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.mac import macos
+from tests.mac import lines, macos
 from tests.mac.compute import KERNELS, MODES
 from tests.mac.imports import ROOT, Finder
 
@@ -43,6 +43,8 @@ def start(mode: str) -> Finder:
         os.environ["MLX_DISABLE_COMPILE"] = "1"
     os.environ.update(_handed_on(os.environ))
     _hand_on_in_other_environments()
+    if folder := os.environ.get(lines.VARIABLE):
+        lines.record(Path(folder))
     return finder
 
 

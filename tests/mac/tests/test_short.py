@@ -11,16 +11,18 @@ from pathlib import Path
 import pytest
 from ranks import run_ranks
 
+from tests.mac import lines
 from tests.mac.compute import COMPILED, KERNELS, MODES
 from tests.mac.start import HOOK, VARIABLE
 from tests.mac.tests.conftest import on_a_mac
 
+RECORDED: dict[str, str] = {}  # in the environment of all programs, once the folder is known
 QUESTION = ("--prompt", "What is the capital of France?", "--max-tokens", "4", "--temp", "0")
 
 
 def program(mode: str, *arguments: object, **options: object) -> subprocess.CompletedProcess:
     """`mlx-llama3 ARGUMENTS`, with the kernels untried unless the variables say otherwise."""
-    options["env"] = {"MLX_LLAMA3_KERNELS": "fused"} | options.pop("env", {})
+    options["env"] = {"MLX_LLAMA3_KERNELS": "fused", **RECORDED} | options.pop("env", {})
     done = on_a_mac(mode, "-m", "mlx_llama3", *arguments, **options)
     assert done.returncode == 0, done.stderr
     return done
@@ -30,6 +32,14 @@ def ids(mode: str, folder: Path, *options: str, **variables: str) -> list[int]:
     return json.loads(program(mode, "generate", "-m", folder, *QUESTION, "--json", *options, env=variables).stdout)[
         "ids"
     ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def lines_folder(tmp_path_factory) -> Path:
+    """Where the programs note the lines that they run."""
+    folder = tmp_path_factory.mktemp("lines")
+    RECORDED[lines.VARIABLE] = str(folder)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -78,14 +88,14 @@ def test_trace(folder_of, tmp_path):
 
 def test_bench(folder_of, tmp_path):
     file = tmp_path / "b.json"
-    options = ("--prompt", 8, "--tokens", 4, "--rounds", 1, "--no-mlx-lm", "--json", file)
+    options = ("--prompt", 8, "--tokens", 4, "--rounds", 1, "--json", file)
     done = program(COMPILED, "bench", "-m", folder_of("float16"), *options)
     assert "Apple M1" in done.stdout and json.loads(file.read_text())
 
 
 @pytest.mark.parametrize("split", [(), ("--pipeline",)])
 def test_ranks(folder_of, answer, tmp_path, split):
-    variables = {VARIABLE: KERNELS, "PYTHONPATH": HOOK, "MLX_LLAMA3_KERNELS": "fused"}
+    variables = {VARIABLE: KERNELS, "PYTHONPATH": HOOK, "MLX_LLAMA3_KERNELS": "fused", **RECORDED}
     command = [
         sys.executable,
         "-m",
@@ -104,7 +114,7 @@ def test_ranks(folder_of, answer, tmp_path, split):
 
 def suite(mode: str, *tests: str) -> str:
     """The last line of pytest for these tests on the stand-in."""
-    done = on_a_mac(mode, "-m", "pytest", "-p", "no:xdist", "-p", "tests.mac.plugin", "-rs", *tests)
+    done = on_a_mac(mode, "-m", "pytest", "-p", "no:xdist", "-p", "tests.mac.plugin", "-rs", *tests, env=RECORDED)
     assert done.returncode == 0, done.stdout[-5000:]
     return done.stdout
 
@@ -119,3 +129,21 @@ def test_a_room_of_the_suite(mode):
 def test_the_page_answers_a_question():
     shown = suite(COMPILED, "tests/app/ui/test_page.py::test_first_question_to_streamed_answer")
     assert "1 passed" in shown or "no chromium" in shown
+
+
+def test_folders_of_a_person(tmp_path):
+    """`~/Library` holds them on a Mac."""
+    code = "from app.ui.session.saved_conversations import data_dir; from mlx_llama3.system.hub import cache_dir\n"
+    code += "print(data_dir(), cache_dir())"
+    none = {"MLX_LLAMA3_CACHE": "", "MLX_LLAMA3_DATA": "", "HOME": str(tmp_path)}
+    done = on_a_mac(COMPILED, "-c", code, env={**RECORDED, **none})
+    library = tmp_path / "Library"
+    assert done.stdout.split() == [str(library / "Application"), "Support/mlx-llama3", f"{library}/Caches/mlx-llama3"]
+
+
+def test_all_that_only_a_mac_runs_was_run(lines_folder):
+    """By the programs of this file; `python -m tests.mac.lines FOLDER` prints it."""
+    ran = lines.recorded(lines_folder)
+    if len(list(lines_folder.iterdir())) < 20:
+        pytest.skip("not all tests of this file ran")
+    assert [branch for branch in lines.branches() if branch.line not in ran.get(branch.file, ())] == []
