@@ -15,7 +15,7 @@ from convert.conversion.progress import ProgressBar
 from convert.conversion.updates import HeldUpdate, hold, loss_notes
 from convert.gguf.config import ROPE_FACTORS
 from convert.gguf.dequantize import dequantize, is_finite
-from convert.gguf.metadata import model_metadata, tokenizer_metadata
+from convert.gguf.metadata import model_metadata, tokenizer_metadata, unwritten_stop_ids
 from convert.gguf.quantize import TYPES, quantize, repack_q4_1
 from convert.gguf.rope_factors import rope_factors
 from convert.gguf.types import LAYOUTS
@@ -97,23 +97,28 @@ def to_gguf(
     check_source_stays(opened.files, target)
     if adapter is not None:
         opened = with_adapter(opened, Path(adapter))
-    vocabulary, template = _tokenizer(opened)
+    vocabulary, templates = _tokenizer(opened)
     planned, held = plan_types(opened, type_name)
     options = {
         "type_name": type_name,
         "planned": planned,
-        "chat_template": template,
+        "chat_template": templates,
         "overwrite": overwrite,
         "progress": progress,
     }
     types = write_model(opened, vocabulary, target, **options)
     seconds = time.perf_counter() - started
     notes = [*opened.notes, *loss_notes(held, remedy="only an MLX folder in float32 holds it")]
+    if lost := unwritten_stop_ids(vocabulary):
+        notes.append(f"a GGUF holds three stop ids: {', '.join(map(str, lost))} stop nothing in llama.cpp")
     return GGUFReport(opened.kind, target, types, target.stat().st_size, seconds, notes)
 
 
-def _tokenizer(source: Source) -> tuple[Vocabulary, str | None]:
-    """The vocabulary and chat template, read from the files that the source writes into a model folder."""
+def _tokenizer(source: Source) -> tuple[Vocabulary, Mapping[str, str]]:
+    """The vocabulary, with all stop ids of the source, and the chat templates by name.
+
+    They are read from the files that the source writes into a model folder.
+    """
     with TemporaryDirectory() as name:
         folder = Path(name)
         if not source.write_tokenizer(folder):
@@ -131,7 +136,10 @@ def _tokenizer(source: Source) -> tuple[Vocabulary, str | None]:
             # Current files write pairs, older ones "left right".
             merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in written]
             vocabulary = replace(vocabulary, merges=merges)
-    return vocabulary, tokenizer.chat_templates.get("default")
+    declared = source.generation_config.get("eos_token_id") or []
+    ends = [*vocabulary.eos_ids, *(declared if isinstance(declared, list) else [declared])]
+    ends = [n for n in ends if type(n) is int and 0 <= n < len(vocabulary.tokens)]
+    return replace(vocabulary, eos_ids=tuple(dict.fromkeys(ends))), tokenizer.chat_templates
 
 
 def write_model(
@@ -141,7 +149,7 @@ def write_model(
     *,
     type_name: str = "F16",
     planned: Mapping[str, str] | None = None,
-    chat_template: str | None = None,
+    chat_template: str | Mapping[str, str] | None = None,
     overwrite: bool = False,
     progress: bool = True,
 ) -> Mapping[str, int]:
@@ -151,8 +159,8 @@ def write_model(
     embedding and the head of a Q4_1 file (Q8_0). Matrices that the source holds in MLX's 4-bit affine packing become
     Q4_1 without a change of value, if float16 holds their scales and biases exactly.
 
-    `planned` are the types of `plan_types`, if they were decided already. `chat_template` is the Jinja text of
-    `tokenizer.chat_template`; the other options and errors are those of `to_gguf`.
+    `planned` are the types of `plan_types`, if they were decided already. `chat_template` is Jinja text,
+    or texts by name; the other options and errors are those of `to_gguf`.
     """
     kinds = plan_types(source, type_name)[0] if planned is None else planned
     metadata = {

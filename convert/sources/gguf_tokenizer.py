@@ -5,25 +5,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from convert.gguf.metadata import LLAMA3_ENDS, TEMPLATE
 from convert.gguf.reader import GGUFError
 from convert.sources.tokenizer_files import write_tokenizer
 from mlx_llama3.model.config import ModelArgs
 from mlx_llama3.tokenizer.vocabulary.vocabulary import Vocabulary
 
-_TOKENS, _TEMPLATE = "tokenizer.ggml.tokens", "tokenizer.chat_template"
+_TOKENS, _NAMED = "tokenizer.ggml.tokens", f"{TEMPLATE}."
 _LISTS = {_TOKENS: str, "tokenizer.ggml.merges": str, "tokenizer.ggml.token_type": int}
-_TEXTS = ("tokenizer.ggml.model", "tokenizer.ggml.pre", _TEMPLATE)
+_TEXTS = ("tokenizer.ggml.model", "tokenizer.ggml.pre", TEMPLATE)
 _IDS = tuple(f"tokenizer.ggml.{kind}_token_id" for kind in ("bos", "eos", "eot", "eom"))
-# Stop tokens of Llama 3, besides the EOS token that the file names.
-_LLAMA3_ENDS = ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>")
 
 
 @dataclass(frozen=True)
 class GGUFTokenizer:
-    """The tokenizer of a GGUF; `vocabulary` is None if the file has none."""
+    """The tokenizer of a GGUF; `vocabulary` is None if the file has none. `chat_templates` are Jinja texts by name."""
 
     vocabulary: Vocabulary | None
-    chat_template: str | None
+    chat_templates: Mapping[str, str]
     max_seq_len: int
 
     def generation_config(self) -> dict[str, Any]:
@@ -31,7 +30,7 @@ class GGUFTokenizer:
         if self.vocabulary is None:
             return {}
         special = self.vocabulary.special
-        named = [special[name] for name in _LLAMA3_ENDS if self.vocabulary.is_llama3 and name in special]
+        named = [special[name] for name in LLAMA3_ENDS if self.vocabulary.is_llama3 and name in special]
         ends = list(dict.fromkeys([*self.vocabulary.eos_ids, *named]))
         ids = {"bos_token_id": self.vocabulary.bos_id, "eos_token_id": ends[0] if len(ends) == 1 else ends}
         return {key: value for key, value in ids.items() if value not in (None, [])}
@@ -41,7 +40,7 @@ class GGUFTokenizer:
         if self.vocabulary is None:
             return []
         return write_tokenizer(
-            self.vocabulary, target, chat_template=self.chat_template, model_max_length=self.max_seq_len
+            self.vocabulary, target, chat_template=self.chat_templates, model_max_length=self.max_seq_len
         )
 
 
@@ -53,7 +52,7 @@ def read_tokenizer(metadata: Mapping[str, Any], args: ModelArgs, source: str) ->
             vocabulary that is not supported (`Vocabulary.from_gguf`).
     """
     if _TOKENS not in metadata:
-        return GGUFTokenizer(None, None, args.max_seq_len)
+        return GGUFTokenizer(None, {}, args.max_seq_len)
     _check_types(metadata, source)
     for key in _IDS:
         if not 0 <= metadata.get(key, 0) < len(metadata[_TOKENS]):
@@ -62,7 +61,9 @@ def read_tokenizer(metadata: Mapping[str, Any], args: ModelArgs, source: str) ->
         raise GGUFError(
             f"{source}: {_TOKENS} has {len(metadata[_TOKENS])} entries, but the embedding has {args.vocab_size} rows"
         )
-    return GGUFTokenizer(Vocabulary.from_gguf(metadata, source), metadata.get(_TEMPLATE), args.max_seq_len)
+    templates = {key.removeprefix(_NAMED): text for key, text in metadata.items() if key.startswith(_NAMED)}
+    templates |= {"default": metadata[TEMPLATE]} if TEMPLATE in metadata else {}
+    return GGUFTokenizer(Vocabulary.from_gguf(metadata, source), templates, args.max_seq_len)
 
 
 def _check_types(metadata: Mapping[str, Any], source: str) -> None:
@@ -72,6 +73,7 @@ def _check_types(metadata: Mapping[str, Any], source: str) -> None:
         if not isinstance(value, list) or (value and type(value[0]) is not kind):
             raise GGUFError(f"{source}: {key} must be an array of {kind.__name__}; the file is damaged")
     expected = dict.fromkeys(_TEXTS, str) | dict.fromkeys(_IDS, int) | {"tokenizer.ggml.add_bos_token": bool}
+    expected |= {key: str for key in metadata if key.startswith(_NAMED)}
     for key, kind in expected.items():
         if key in metadata and type(metadata[key]) is not kind:
             raise GGUFError(f"{source}: {key} is {metadata[key]!r:.60}, expected {kind.__name__}; the file is damaged")

@@ -30,7 +30,7 @@ def write_tokenizer(
     vocabulary: Vocabulary,
     target: Path,
     *,
-    chat_template: str | None = None,
+    chat_template: str | Mapping[str, str] | None = None,
     model_max_length: int | None = None,
     tokenizer_model: Path | None = None,
 ) -> list[str]:
@@ -39,8 +39,8 @@ def write_tokenizer(
     `load_tokenizer`, transformers and mlx-lm read them and encode with the ids of `vocabulary`.
 
     Args:
-        chat_template: a Jinja template; for Meta's checkpoints `llama3_format.llama3_chat_template`, None for a base
-            model.
+        chat_template: a Jinja template, or templates by name (`default`, `tool_use`); for Meta's checkpoints
+            `llama3_format.llama3_chat_template`, None for a base model.
         model_max_length: positions that the model was trained for.
         tokenizer_model: Meta's file that `vocabulary` was read from; it is copied too, because it loads faster.
 
@@ -144,13 +144,16 @@ def _post_processor(vocabulary: Vocabulary) -> dict[str, Any]:
 
 
 def _tokenizer_config(
-    vocabulary: Vocabulary, chat_template: str | None, model_max_length: int | None
-) -> dict[str, str | int | bool]:
+    vocabulary: Vocabulary, chat_template: str | Mapping[str, str] | None, model_max_length: int | None
+) -> dict[str, Any]:
     ends = {"bos_token": vocabulary.bos_id, "eos_token": next(iter(vocabulary.eos_ids), None)}
-    config: dict[str, str | int | bool] = {
+    config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
     }
     config |= {key: vocabulary.tokens[n].decode() for key, n in ends.items() if n is not None}
     config |= {} if model_max_length is None else {"model_max_length": model_max_length}
+    if isinstance(chat_template, Mapping):  # transformers reads several as a list
+        named = [{"name": name, "template": text} for name, text in chat_template.items()]
+        chat_template = chat_template.get("default") if chat_template.keys() <= {"default"} else named
     return config if chat_template is None else config | {"chat_template": chat_template}

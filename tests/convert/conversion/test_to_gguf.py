@@ -10,14 +10,17 @@ import pytest
 from gguf_builder import MERGES, TOKENS
 from tiny_gguf import ARGS, write_tiny
 from tiny_models import quantized, random_weights, tiny_args, write_folder
+from transformers import AutoTokenizer
 
 from convert.conversion.to_gguf import to_gguf, write_model
+from convert.conversion.to_mlx import convert
 from convert.gguf.rope_factors import rope_factors
 from convert.gguf.split_files import read_gguf
 from convert.sources.gguf import open_gguf
 from convert.sources.open import open_source
 from mlx_llama3.errors import UserError
 from mlx_llama3.model.config import RopeScaling
+from mlx_llama3.tokenizer.tokenizer import load_tokenizer
 
 import mlx.core as mx
 
@@ -178,6 +181,34 @@ def test_tokenizer_and_template(tmp_path, target):
     assert metadata["tokenizer.ggml.tokens"][255:258] == ["the", "[PAD256]", "[PAD257]"]
     assert metadata["tokenizer.ggml.token_type"][255:258] == [1, 5, 5]
     assert len(metadata["tokenizer.ggml.tokens"]) == 320
+
+
+def test_named_templates_and_all_stop_ids_come_back(tmp_path, target):
+    templates = {"default": "{{ messages }}", "tool_use": "{{ tools }}", "rag": "{{ documents }}"}
+    write_tiny(tmp_path / "in.gguf")
+    convert(tmp_path / "in.gguf", tmp_path / "folder", progress=False)
+    config = json.loads((tmp_path / "folder" / "tokenizer_config.json").read_text())
+    config["chat_template"] = [{"name": name, "template": text} for name, text in templates.items()]
+    (tmp_path / "folder" / "tokenizer_config.json").write_text(json.dumps(config))
+    eot, *others = TOKENS.index("<|eot_id|>"), 7, 40, 41  # as many as a GGUF has keys for, and one more
+    (tmp_path / "folder" / "generation_config.json").write_text(json.dumps({"eos_token_id": [others[0], eot]}))
+
+    report = to_gguf(tmp_path / "folder", target, progress=False)
+    metadata = gguf.GGUFReader(target)
+    assert metadata.get_field("tokenizer.chat_template.tool_use").contents() == templates["tool_use"]
+    assert metadata.get_field("tokenizer.chat_template").contents() == templates["default"]
+    assert sorted(metadata.get_field("tokenizer.chat_templates").contents()) == ["rag", "tool_use"]
+    assert not any("stop ids" in note for note in report.notes)
+    convert(target, tmp_path / "back", progress=False)
+    back, first = load_tokenizer(tmp_path / "back"), load_tokenizer(tmp_path / "folder")
+    assert back.chat_templates == first.chat_templates == templates
+    assert back.stop_ids == first.stop_ids >= {eot, others[0]}
+    assert AutoTokenizer.from_pretrained(tmp_path / "back").get_chat_template("rag") == templates["rag"]
+
+    (tmp_path / "folder" / "generation_config.json").write_text(json.dumps({"eos_token_id": [eot, *others, 9999]}))
+    report = to_gguf(tmp_path / "folder", target, overwrite=True, progress=False)
+    assert any("three stop ids: 40, 41 stop nothing in llama.cpp" in note for note in report.notes)
+    assert eot in read_gguf(target).metadata.values() and 7 in read_gguf(target).metadata.values()
 
 
 @pytest.mark.parametrize("name", ["llama3-1shard", "llama31-2shards", "llama31-long"])

@@ -67,6 +67,11 @@ def test_llama_3_ends_with_all_its_end_tokens():
     assert tokenizer.generation_config()["eos_token_id"] == [len(names) - 1, names.index("<|end_of_text|>")]
 
 
+def test_a_named_template_that_is_no_text():
+    with pytest.raises(UserError, match="tokenizer.chat_template.tool_use is 5, expected str; the file is damaged"):
+        read_tokenizer(PLAIN | {"tokenizer.chat_template.tool_use": 5}, ARGS, "file")
+
+
 def test_file_without_tokenizer(tmp_path):
     path = tmp_path / "model.gguf"
     bare = {key: value for key, value in metadata().items() if not key.startswith("tokenizer.")}
