@@ -66,9 +66,8 @@ def source(first_row: str, store: str) -> str:
 def takes(x: mx.array, update: mx.array, weight: mx.array, packed: PackedLinear) -> bool:
     """Whether the product takes these: stream, update and gains of one dtype, and the matrix as in `qmv.takes`."""
     return (
-        x.ndim == 3
-        and x.shape == update.shape
+        x.shape == update.shape
         and x.dtype == update.dtype == weight.dtype
-        and weight.shape == x.shape[2:]
+        and weight.shape == x.shape[2:]  # and x has three axes
         and qmv.takes(packed, x)
     )
