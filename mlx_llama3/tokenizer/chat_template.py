@@ -15,7 +15,9 @@ from mlx_llama3.tokenizer.template_marks import Marks
 from mlx_llama3.tokenizer.vocabulary.added_tokens import matcher
 
 if TYPE_CHECKING:
-    from jinja2 import Environment, Template
+    from jinja2 import Template
+
+    from mlx_llama3.tokenizer.template_bounds import BoundedEnvironment
 
 
 class TemplateFormat:
@@ -136,6 +138,7 @@ class TemplateFormat:
         from jinja2 import TemplateError, TemplateSyntaxError
 
         try:
+            _environment().begin()
             return _compile(template).render(
                 messages=placeholders.substitute(messages),
                 tools=placeholders.substitute(tools),
@@ -145,6 +148,8 @@ class TemplateFormat:
             )
         except TemplateSyntaxError as error:
             fault = f"cannot be read, line {error.lineno}: {' '.join(str(error.message).split())}"
+        except (RecursionError, MemoryError, SyntaxError):
+            fault = "is nested too deeply, or calls itself without end"
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
             fault = f"does not take these messages: {' '.join(str(error).split())}"
         raise PromptError(f"{self._source}: the chat template {fault}")
@@ -209,11 +214,12 @@ def _compile(template: str) -> "Template":
 
 
 @cache
-def _environment() -> "Environment":
+def _environment() -> "BoundedEnvironment":
     from jinja2 import TemplateError, nodes  # imported here because only folders with their own template need it
     from jinja2.ext import Extension
     from jinja2.parser import Parser
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    from mlx_llama3.tokenizer.template_bounds import BoundedEnvironment
 
     class Generation(Extension):
         """`{% generation %}`, which marks an assistant's text for training; here only its body is rendered."""
@@ -227,7 +233,7 @@ def _environment() -> "Environment":
     def raise_exception(message: str) -> None:
         raise TemplateError(message)
 
-    environment = ImmutableSandboxedEnvironment(
+    environment = BoundedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = _to_json
