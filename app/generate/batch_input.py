@@ -65,6 +65,9 @@ def _messages(content: Mapping[str, Any], where: str, system: str | None) -> lis
             return read_messages([*head, {"role": "user", "content": content["prompt"]}])
         if "system" in content:
             raise UserError(f'{where}: "system" does not go with "messages", which say everything themselves')
-        return read_messages(content["messages"])
+        messages = read_messages(content["messages"])
     except PromptError as error:
         raise UserError(f"{where}: {error}") from error
+    if messages[-1]["role"] == "assistant":
+        raise UserError(f"{where}: the last message is the assistant's, and is not continued; end with the user's")
+    return messages

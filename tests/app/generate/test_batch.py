@@ -197,6 +197,10 @@ def test_standard_input_and_output(run):
         ('{"prompt": ""}', "is empty"),
         ('{"prompt": 3}', "expected text as content"),
         ('{"messages": [{"role": "user", "content": "a"}], "system": "b"}', "does not go with"),
+        (
+            '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}',
+            "the last message is the assistant's, and is not continued; end with the user's",
+        ),
     ],
 )
 def test_a_bad_line_is_named(run, no_model, tmp_path, line, said):
