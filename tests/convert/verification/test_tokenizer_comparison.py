@@ -7,7 +7,7 @@ import pytest
 from meta_checkpoint import PARAMS, write_meta, write_tokenizer_model
 
 from convert.conversion.to_mlx import convert
-from convert.verification.verify import Verification, verify
+from convert.verification.verify import Divergence, Verification, verify
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +86,14 @@ def test_what_differs_is_named_and_nothing_else(folder, source, file, change, pa
     verification = verify(folder, source, run=False, progress=False)
     assert {name for name, ok in parts(verification).items() if ok is False} == {part}
     assert not verification.ok and f"\n{part}: NOT VERIFIED, " in str(verification) and words in str(verification)
+
+
+@pytest.mark.parametrize(("perplexity", "ok"), [(22.7, True), (30.0, True), (32.2, False), (float("nan"), False)])
+def test_behaviour_is_wrong_if_the_perplexity_rises_by_more_than_a_third(folder, perplexity, ok) -> None:
+    divergence = Divergence(512, 22.7, perplexity, 0.3, 0.6)
+    verification = Verification(folder, "source", [], [], divergence)
+    assert verification.ok == ok and parts(verification)["behaviour"] == ok
+    assert f"perplexity {100 * (perplexity / 22.7 - 1):+.1f} %" in str(verification)
 
 
 def test_templates_by_name(folder, source) -> None:

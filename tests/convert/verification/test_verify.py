@@ -142,6 +142,21 @@ def test_damage_is_found_and_named(pair, name, change):
     assert str(verification).endswith("NOT VERIFIED")
 
 
+@pytest.mark.parametrize("part", ["weight", "scales", "biases"])
+def test_the_lowest_bit_of_a_copied_packing_counts(tmp_path, pair, part):
+    convert(pair[0], tmp_path / "copy", progress=False)
+    assert verify(tmp_path / "copy", pair[0], run=False, progress=False).ok
+
+    def flip(array):
+        bits = array if part == "weight" else array.view(mx.uint32 if array.dtype.size == 4 else mx.uint16)
+        bits[5, 1] ^= 1
+        return bits.view(array.dtype)
+
+    damage(tmp_path / "copy", f"model.layers.1.mlp.up_proj.{part}", flip)
+    verification = verify(tmp_path / "copy", pair[0], run=False, progress=False)
+    assert not verification.ok and "WRONG: model.layers.1.mlp.up_proj.weight" in str(verification)
+
+
 @pytest.mark.parametrize("key, value", [("rms_norm_eps", 1e-6), ("rope_theta", 5e5), ("tie_word_embeddings", True)])
 def test_other_configuration(pair, key, value):
     path = pair[0] / "config.json"
