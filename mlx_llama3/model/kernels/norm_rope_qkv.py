@@ -73,7 +73,7 @@ def takes(
         norm_qmv.takes(x, update, weight, wqkv)
         and freqs.inv_freq.dtype == mx.float32
         and pairs % qmv.ROW_PAIRS == 0
-        and wqkv["parts"][0].weight.shape[0] == (n_heads + 2 * n_kv_heads) * 2 * pairs
+        and wqkv["parts"][0]["weight"].shape[0] == (n_heads + 2 * n_kv_heads) * 2 * pairs
         and freqs.offset.shape in ((), (x.shape[0],))
     )
 
