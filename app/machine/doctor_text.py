@@ -1,11 +1,13 @@
 """The report of `mlx-llama3 doctor` as text."""
 
 from collections.abc import Iterator
+from textwrap import wrap
 from typing import Any
 
 from app.machine.dispatches import MLX_LM
 from app.machine.mlx_wheel import missing_matrix_units
 
+WIDTH = 120  # of the longest line that is wrapped
 VERDICTS = {
     "right": "right",
     "TF32": "computed in TF32, with 11 bits; MLX_ENABLE_TF32=0 turns that off",
@@ -43,7 +45,8 @@ def _matrices(report: dict[str, Any]) -> Iterator[str]:
     checks = report["matrices"]
     if all(check["verdict"] == "right" for check in checks):
         kinds = ", ".join(f"{check['weights']} {check['dtype']}" for check in checks)
-        yield f"products  of a large matrix are right, compared with float64: {kinds}"
+        text = f"products  of a large matrix are right, compared with float64: {kinds}"
+        yield from wrap(text, WIDTH, subsequent_indent=10 * " ", break_on_hyphens=False)
         return
     for check in checks:
         yield (

@@ -63,7 +63,8 @@ def test_a_cache_in_fewer_bits_holds_more(run, monkeypatch) -> None:
     assert four["fits"] > eight["fits"] and four["full context"] < eight["full context"] < plain["full context"]
 
 
-def test_the_text(run) -> None:
+def test_the_text(run, monkeypatch) -> None:
+    monkeypatch.setenv("MLX_LLAMA3_KERNELS", "reference")  # what a trial says may be longer than a line
     code, out, err = run("-m", "tiny")
     assert (code, err) == (0, "")
     lines = out.splitlines()

@@ -40,6 +40,7 @@ def test_a_wrong_product_is_found(monkeypatch, fault):
         return mx.array(product)
 
     monkeypatch.setattr(mx, "quantized_matmul", wrong)
+    monkeypatch.setattr(matrix_check, "has_metal", lambda: False)  # float32 alone
     dense, packed = check_matrices()
     assert (dense.verdict, packed.verdict) == ("right", "wrong")
 
@@ -47,6 +48,7 @@ def test_a_wrong_product_is_found(monkeypatch, fault):
 def test_tf32_is_told_from_a_wrong_product(monkeypatch):
     real = mx.quantized_matmul
     monkeypatch.setattr(mx, "quantized_matmul", lambda x, *args, **options: real(rounded(x, 11), *args, **options))
+    monkeypatch.setattr(matrix_check, "has_metal", lambda: False)
     _, packed = check_matrices()
     assert packed.verdict == "TF32" and 1e-5 < packed.error < matrix_check.TF32
 
@@ -58,5 +60,9 @@ def test_what_doctor_says(monkeypatch):
     right = {"weights": "dense", "dtype": "float32", "error": 1e-7, "verdict": "right"}
     text = "\n".join(lines(report | {"matrices": [right]}))
     assert "products  of a large matrix are right, compared with float64: dense float32" in text
+    names = [{"dtype": dtype} for dtype in ("float32", "float16", "bfloat16")]
+    several = [right | name | {"weights": kind} for name in names for kind in ("dense", "4-bit")]
+    products = [line for line in lines(report | {"matrices": several}) if "float16" in line]
+    assert products[-1] == "          float16, dense bfloat16, 4-bit bfloat16" and len(products[0]) <= 120
     text = "\n".join(lines(report | {"matrices": [right, right | {"verdict": "wrong", "error": 0.03}]}))
     assert "dense float32: WRONG: do not trust any answer" in text and "(relative error 0.03 to float64)" in text

@@ -82,9 +82,9 @@ def test_other_files_are_not_listed_and_raise_when_read(folder):
 def test_the_folder_of_each_platform(monkeypatch, tmp_path):
     monkeypatch.delenv("MLX_LLAMA3_DATA")
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr("sys.platform", "darwin")
+    monkeypatch.setattr(saved_conversations.sys, "platform", "darwin")
     assert saved_conversations.data_dir() == tmp_path / "Library" / "Application Support" / "mlx-llama3"
-    monkeypatch.setattr("sys.platform", "linux")
+    monkeypatch.setattr(saved_conversations.sys, "platform", "linux")
     monkeypatch.setenv("XDG_DATA_HOME", "relative")
     assert saved_conversations.data_dir() == tmp_path / ".local" / "share" / "mlx-llama3"
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "xdg"))
