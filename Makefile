@@ -9,7 +9,7 @@ MAC := compiled
 MLX := 0.32.2
 INSTALL := PYTHON="$(PYTHON)" sh scripts/venv.sh
 
-.PHONY: help chat app test lint mutants test-mac test-mlx test-peers bench bench-convert fuzz soak clean
+.PHONY: help chat app test test-mac lint mutants test-mac test-mlx test-peers bench bench-convert fuzz soak clean
 # The chat needs standard input, which make gives to one job only.
 .NOTPARALLEL:
 
@@ -17,6 +17,7 @@ help:
 	@echo "make chat          chat with the demo model; ARGS=\"--model llama3.2-1b\" for another"
 	@echo "make app           the desktop UI with the demo model; ARGS as above"
 	@echo "make test          all tests"
+	@echo "make test-mac      all tests on a stand-in for a Mac: MLX with a GPU, on macOS, computed on Linux (an hour)"
 	@echo "make lint          ruff's checks and format, and the types of all signatures (mypy)"
 	@echo "make test-mac      all tests as on a Mac, on Linux: MAC=compiled, or MAC=kernels with every fused kernel run (slow)"
 	@echo "make test-mlx      all tests with another MLX: MLX=0.32.2, the oldest that is allowed, or MLX=newest"
@@ -38,6 +39,14 @@ app: .venv/installed
 test: lint
 	@sh scripts/chromium.sh
 	@$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+
+# Twice: with mx.compile, and with every fused kernel run (tests/mac/README.md). The fused kernels' own tests need no Mac.
+test-mac: .venv/installed-test
+	@sh scripts/chromium.sh
+	@for mode in compiled kernels; do \
+		MAC_STAND_IN=$$mode $(BIN)/python -m pytest -p tests.mac.plugin -n 2 --dist loadfile \
+			--ignore tests/mac --ignore tests/metal --ignore tests/metal_harness $(ARGS) || exit 1; \
+	done
 
 lint: .venv/installed-test
 	@$(BIN)/ruff check
