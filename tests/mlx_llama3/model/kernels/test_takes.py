@@ -45,7 +45,7 @@ def norm_inputs(shape, update=None, dim=None, dtypes=(F32, F32, F32)):
         (norm_inputs((1, 1, 64)), norm_inputs((1, 1, 64), update=(1, 1, 1))),
         (norm_inputs((1, 1, 64)), norm_inputs((1, 1, 1), update=(1, 1, 1), dim=64)),
         (norm_inputs((1, 1, 64)), norm_inputs((1, 64))),
-        (norm_inputs((1, 1, 64)), norm_inputs((1, 1, 1, 64))),
+        (norm_inputs((1, 1, 64)), norm_inputs((1, 1, 64, 64))),
         (norm_inputs((1, 1, 64)), norm_inputs((1, 1, 66))),
         (norm_inputs((1, 1, 8)), norm_inputs((1, 1, 4))),
         (norm_inputs((1, 1, 32768)), norm_inputs((1, 1, 32772))),
