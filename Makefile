@@ -3,13 +3,11 @@
 BIN := .venv/bin
 PYTHON ?=
 ARGS :=
-# The stand-in's mode, tests/mac/compute.py.
-MAC := compiled
 # The oldest MLX that pyproject.toml allows.
 MLX := 0.32.2
 INSTALL := PYTHON="$(PYTHON)" sh scripts/venv.sh
 
-.PHONY: help chat app test test-mac lint mutants test-mac test-mlx test-peers bench bench-convert fuzz soak clean
+.PHONY: help chat app test lint mutants test-mac test-mlx test-peers bench bench-convert fuzz soak clean
 # The chat needs standard input, which make gives to one job only.
 .NOTPARALLEL:
 
@@ -19,7 +17,6 @@ help:
 	@echo "make test          all tests"
 	@echo "make test-mac      all tests on a stand-in for a Mac: MLX with a GPU, on macOS, computed on Linux (an hour)"
 	@echo "make lint          ruff's checks and format, and the types of all signatures (mypy)"
-	@echo "make test-mac      all tests as on a Mac, on Linux: MAC=compiled, or MAC=kernels with every fused kernel run (slow)"
 	@echo "make test-mlx      all tests with another MLX: MLX=0.32.2, the oldest that is allowed, or MLX=newest"
 	@echo "make bench         speed and memory beside mlx-lm, llama.cpp and transformers; ledger of the kernels (an hour)"
 	@echo "make bench-convert memory and speed of the converter beside mlx-lm (minutes, 20 GB of disk)"
@@ -75,9 +72,6 @@ mutants: .venv/installed-test
 soak: .venv/installed-test
 	@SOAK=1 $(BIN)/python -m pytest tests/app/ui -k "long_fast_stream or many_turns" -s $(ARGS)
 	@SOAK=1 $(BIN)/python -m pytest tests/mlx_llama3/generation/test_needle.py -s $(ARGS)
-
-test-mac: .venv/installed-test
-	@MAC_STAND_IN=$(MAC) $(BIN)/python -m pytest -p tests.mac.plugin -n 2 --dist loadfile $(ARGS)
 
 test-mlx: .venv/installed-test
 	@sh scripts/test_mlx.sh $(MLX) $(ARGS)
