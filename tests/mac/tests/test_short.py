@@ -93,6 +93,12 @@ def test_bench(folder_of, tmp_path):
     assert "Apple M1" in done.stdout and json.loads(file.read_text())
 
 
+def test_convert_and_verify(tmp_path):
+    source, target = "tests/data/llama3-1shard", tmp_path / "out"
+    program(COMPILED, "convert", source, target, "--quantize", "mxfp4", "--quiet")
+    assert "WRONG" not in program(COMPILED, "verify", target, "--against", source).stdout
+
+
 @pytest.mark.parametrize("split", [(), ("--pipeline",)])
 def test_ranks(folder_of, answer, tmp_path, split):
     variables = {VARIABLE: KERNELS, "PYTHONPATH": HOOK, "MLX_LLAMA3_KERNELS": "fused", **RECORDED}
