@@ -94,7 +94,7 @@ def test_turns_have_no_favourite(ways, reverse, turns) -> None:
 @pytest.fixture
 def tiny(monkeypatch, tmp_path) -> Transformer:
     class Tokenizer:
-        stop_ids = frozenset({7})
+        stop_ids, special_tokens = frozenset({7}), {}
 
         def detokenizer(self):
             return self
