@@ -14,9 +14,10 @@ from mlx_llama3.autotune.choice import has_metal
 import mlx.core as mx
 
 ROWS, INNER, COLUMNS = 1024, 2048, 512
-# Allowed root mean square error relative to the product's. A product is rounded once in its dtype, by at most half a
-# unit in the last place: 2^-11 in float16, 2^-8 in bfloat16. TF32 rounds the inputs to 11 bits, as float16 has.
-ALLOWED = {"float32": 1e-5, "float16": 5e-4, "bfloat16": 4e-3}
+# Allowed root mean square error relative to the product. Packed weights may be rounded to the dtype before the product,
+# in one of two ways, which differ by 6e-4 in float16 and 5e-3 in bfloat16: about three times that is allowed. A wrong
+# tile of 32 x 32 makes an error of 4e-2. TF32 rounds the inputs to 11 bits, as float16 has.
+ALLOWED = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1.5e-2}
 TF32 = 2e-3
 BITS, GROUP_SIZE = 4, 64
 
